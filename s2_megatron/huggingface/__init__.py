@@ -22,6 +22,7 @@ if Version(_transformers.__version__) < Version("5.4"):
     )
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.huggingface.attention import register_attention
@@ -35,3 +36,5 @@ register_attention()
 AutoConfig.register(MODEL_TYPE, S2GPTConfig, exist_ok=True)
 AutoModel.register(S2GPTConfig, S2GPTModel, exist_ok=True)
 AutoModelForCausalLM.register(S2GPTConfig, S2GPTForCausalLM, exist_ok=True)
+# Folders have tensors of each expert, as those of Qwen3-MoE; transformers' experts are one tensor.
+register_checkpoint_conversion_mapping(MODEL_TYPE, get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True)

@@ -1,6 +1,6 @@
-"""The model: transformers' Llama with S2-Attention in it, Qwen's biases and norms where the config has them.
+"""The model: transformers' Llama with S2-Attention in it, Qwen's biases, norms and experts where the config has them.
 
-The weights have Llama's names (q_norm and k_norm are Qwen3's). B batch, T tokens, D head dim.
+The weights have Llama's names (q_norm and k_norm are Qwen3's, experts are Qwen3-MoE's). B batch, T tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaPreTrainedModel,
     LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeExperts,
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
 )
 
 from s2_megatron.huggingface.attention import NAME, check_arguments, read_texts, rotated
@@ -109,6 +114,8 @@ class S2GPTDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: S2GPTConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.self_attn = S2GPTAttention(config, layer_idx)
+        if config.has_experts(layer_idx):
+            self.mlp = Qwen3MoeSparseMoeBlock(config)
         self.input_layernorm = S2GPTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = S2GPTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -128,6 +135,9 @@ class S2GPTPreTrainedModel(LlamaPreTrainedModel):
         super()._init_weights(module)
         if getattr(module, "sinks", None) is not None:
             init.normal_(module.sinks, std=self.config.initializer_range)
+        if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter):
+            for weight in module.parameters(recurse=False):
+                init.normal_(weight, std=self.config.initializer_range)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs) -> str:
         """ "s2", which is also the default. Any other implementation would attend what the model was not trained
@@ -143,6 +153,10 @@ class S2GPTPreTrainedModel(LlamaPreTrainedModel):
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True  # asked by set_attn_implementation, before the check above refuses all but one
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for the decorator of its experts in this file
 
 
 class S2GPTModel(S2GPTPreTrainedModel, LlamaModel):

@@ -141,14 +141,20 @@ def _require_own_caches(layers: tuple[Windows, ...], softmax_type: str, vllm_con
 
 
 class S2GPTForCausalLM(LlamaForCausalLM):
-    """Raises ValueError for a plan that vLLM's attention does not compute, or not with these settings, before any
-    weight is made."""
+    """Raises ValueError for experts, and for a plan that vLLM's attention does not compute, or not with these settings,
+    before any weight is made."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         config = vllm_config.model_config.hf_config
         if not vllm.__version__.startswith(PROVEN):
             logger.warning(
                 "vLLM %s: models of type s2_gpt were compared with Megatron's in %sx alone", vllm.__version__, PROVEN
+            )
+        if config.num_experts is not None:
+            raise ValueError(
+                f"vLLM: a model of type s2_gpt with num_experts={config.num_experts}; expected one without experts, "
+                "which is what our plugin builds; run it in transformers (S2Cache) or with `s2-megatron generate`, or, "
+                "if its layers are dense or have one exact window, export it with --stock, which vLLM runs by itself"
             )
         layers = kv_head_windows(config.sparsity)
         _require_own_caches(layers, config.softmax_type, vllm_config)

@@ -56,7 +56,8 @@ HEAD_MODELS = {
 @dataclass(frozen=True)
 class Made:
     layers: str
-    # "stock", or "own" type; "no windows", "shifted" and "moved" heads, which must not pass; "own class" of an engine
+    # "stock", or "own" type; "no windows", "shifted" and "moved" heads, which must not pass; "sinks" and "experts",
+    # which vLLM refuses; "own class" of an engine
     folders: dict[str, Path]
     text: np.ndarray  # int [T]
     expected: np.ndarray  # [T, V], log-probabilities, fp32, of Megatron's model
@@ -113,6 +114,8 @@ def _head_model(tools: Tools, root: Path, layers: str, windows: dict, sizes: dic
         kind: changed_copy(root / "own", root / kind.replace(" ", "-"), s2_sparsity=stored_sparsity(plan))
         for kind, plan in wrong.items()
     }
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    folders["experts"] = changed_copy(root / "own", root / "experts", **experts)
     return Made(layers, {"own": root / "own"} | folders, text, expected)
 
 

@@ -33,9 +33,13 @@ def test_vllm_computes_what_megatron_computes(models_of_heads, answers, name):
 
 
 def test_vllm_refuses_what_it_cannot_compute(answers):
-    refusal = answers("vllm", "auto", with_plugin=True)["heads mixed sinks"]
-    assert isinstance(refusal, str)
-    assert refusal.startswith("ValueError: vLLM: layer 0, head 0 has sink_tokens 4; expected heads that are dense or")
+    found = answers("vllm", "auto", with_plugin=True)
+    for kind, message in (
+        ("sinks", "layer 0, head 0 has sink_tokens 4; expected heads that are dense or"),
+        ("experts", "a model of type s2_gpt with num_experts=4; expected one without experts"),
+    ):
+        refusal = found[f"heads mixed {kind}"]
+        assert isinstance(refusal, str) and refusal.startswith(f"ValueError: vLLM: {message}")
 
 
 def test_two_ranks_with_other_windows_each(models_of_heads, plugin, tmp_path):

@@ -24,6 +24,7 @@ from tests.processes import python_path
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 63, 64, 65, 1000)
 WORDS = 97
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48)  # of a config.json
 
 
 def layers_of(*patterns, kv_heads=KV_HEADS):
@@ -271,6 +272,14 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tools, made, tmp_path):
         (dict(rope_parameters=[1]), "rope_parameters=[1], expected an object"),
         (dict(rope_parameters=dict(rope_theta="big")), "rope_parameters.rope_theta='big', expected a whole number"),
         (dict(s2_sparsity=[1]), "stored sparsity has format 'list'"),
+        (dict(num_experts=0), "num_experts=0, expected a whole number above 0"),
+        (dict(num_experts=6, num_experts_per_tok=2), "moe_intermediate_size=None; expected three numbers above 0, at"),
+        (EXPERTS | dict(num_experts_per_tok=7), "num_experts_per_tok=7, moe_intermediate_size=48; expected three numb"),
+        (EXPERTS | dict(num_experts_per_tok=1), "num_experts_per_tok=1; expected 2 or more, for Megatron scales no"),
+        (EXPERTS | dict(mlp_only_layers=[2]), "mlp_only_layers=[2], expected numbers of some of the 2 layers"),
+        (EXPERTS | dict(norm_topk_prob=1), "norm_topk_prob=1, expected true or false"),
+        (EXPERTS | dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size=8, expected no such key"),
+        (EXPERTS, "model.layers.0.mlp.gate_proj.weight is unknown"),
     ],
 )
 def test_what_cannot_be_imported(made, tmp_path, change, message, capsys):

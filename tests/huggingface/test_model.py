@@ -133,6 +133,29 @@ def test_weights_are_named_as_llamas_and_qwens(config, family, more):
         assert torch.allclose(model(tokens(2, 70)).logits, stock(tokens(2, 70)).logits, atol=2e-5)
 
 
+def test_experts_are_made_and_trained():
+    """In every layer but mlp_only_layers, each with gradients; transformers' other way to compute them agrees."""
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[0])
+    model = model_of(sparsity_named("tokens"), **experts).train()
+    named = {name: weight for name, weight in model.named_parameters() if name.startswith("model.layers.1.mlp.")}
+    assert [hasattr(layer.mlp, "experts") for layer in model.model.layers] == [False, True]
+    assert len(named) == 3 and all(0.17 < weight.std() < 0.23 for weight in named.values())
+    text, grads = tokens(2, 150), []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        output = model(text, labels=text, use_cache=False)
+        output.loss.backward()
+        grads.append({name: weight.grad.clone() for name, weight in named.items()})
+    assert all(grad.abs().max() > 0 for grad in grads[0].values())
+    assert all(torch.allclose(grads[0][name], grads[1][name], rtol=1e-4, atol=1e-7) for name in named)
+    assert model.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("eager")
+    assert model.config._experts_implementation == "eager"
+    assert torch.allclose(model(text, use_cache=False).logits, output.logits, atol=2e-5)
+
+
 def test_left_padding_equals_each_row_alone_and_trains():
     model = model_of(sparsity_named("s2"))
     text, mask = tokens(3, 120), torch.ones(3, 120, dtype=torch.long)

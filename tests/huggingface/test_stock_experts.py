@@ -1,13 +1,18 @@
-"""export-hf --stock of models with experts: transformers' own classes compute from the folder what Megatron's model
-computes, and something else with other windows or another routing; what is refused."""
+"""export-hf of models with experts: transformers' own classes (--stock), or ours, compute from the folder what
+Megatron's model computes, and something else with another plan or another routing; what is refused."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.config.stored import stored_sparsity
+from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, S2GPTForCausalLM
 from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments
 from s2_megatron.tools.hf.stock import stock_config
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
@@ -69,6 +74,74 @@ def test_transformers_computes_what_megatron_computes(tools, tmp_path, name):
             assert difference(sliding_window=window) > FAR
 
 
+# (experts, the rest): what Qwen3-MoE and Mixtral have, and what no stock architecture has beside experts
+OWN_MODELS = {
+    "qwen3 moe": (experts(), dict(sizes=dict(qk_norm=True))),
+    "mixtral": (experts(), dict(sizes=dict(head_dim=32))),
+    "biases, some layers": (experts(SOME, normalized=False), dict(sizes=dict(qkv_bias=True))),
+    "hybrid": (experts(SOME, normalized=False), dict(sizes={}, pattern="*-*E*-*E")),
+}
+OWN_PLAN = dict(block_size=16, layers="W", specs=dict(W=dict(window=WINDOW, sink_tokens=3, dense_heads=[1])))
+
+
+def generated(model, prompt, **more):
+    """120 greedy tokens."""
+    mask = torch.ones_like(prompt)
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=120, do_sample=False, **more)
+
+
+@pytest.mark.parametrize("name", mostly_slow(OWN_MODELS, "qwen3 moe", "mixtral"))
+def test_our_model_computes_what_megatron_computes(tools, tmp_path, name):
+    """With a window, a sink and a dense head: logits, text by the compact cache, and the way back."""
+    own, more = OWN_MODELS[name]
+    sizes = more["sizes"] | dict(experts=dataclasses.asdict(own))
+    load, folder, output = tmp_path / "mcore", tmp_path / "out", tmp_path / "x.npz"
+    job = dict(load=str(load), plan=OWN_PLAN, tokens=300, output=str(output)) | more | dict(sizes=sizes)
+    answer = tools.ask(save=job)
+    assert answer["status"] == 0, answer
+    tools("export-hf", "--load", load, "--output", folder)
+    found = np.load(output)
+    text, expected = torch.from_numpy(found["tokens"]), found["logits"]
+
+    def difference(**changed):
+        return np.abs(stock_logits(folder, text, **changed) - expected).max() / np.abs(expected).max()
+
+    def with_plan(**spec):
+        data = OWN_PLAN | dict(specs=dict(W=OWN_PLAN["specs"]["W"] | spec))
+        sparsity = SparsityConfig.from_data(data).resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=1024)
+        return dict(s2_sparsity=stored_sparsity(sparsity))
+
+    assert difference() <= NEAR and difference(**with_plan()) <= NEAR
+    for changed in (
+        dict(num_experts_per_tok=3), dict(norm_topk_prob=not own.normalized), with_plan(window=WINDOW + 1),
+        with_plan(sink_tokens=4), with_plan(dense_heads=[0]),
+    ):  # fmt: skip
+        assert difference(**changed) > FAR, changed
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is S2GPTForCausalLM
+    kinds = [type(layer.mlp) is Qwen3MoeSparseMoeBlock for layer in model.model.layers]
+    assert kinds == list(own.layers)
+    prompt = text[:, :70]
+    compact = generated(model, prompt, return_dict_in_generate=True, output_logits=True)
+    assert isinstance(getattr(compact, CACHE_ARGUMENT), S2Cache)
+    assert torch.equal(compact.sequences, generated(model, prompt, use_cache=False))
+    with torch.no_grad():
+        whole = model(compact.sequences, use_cache=False).logits[0, 69:-1]
+    assert (torch.cat(compact.logits) - whole).abs().max() <= NEAR * whole.abs().max()
+    assert len(set(compact.sequences[0, 70:].tolist())) > 10
+
+    out, _ = tools("import-hf", "--input", folder, "--output", tmp_path / "back")
+    assert "logits equal transformers' (all layers;" in out
+    tools("export-hf", "--load", tmp_path / "back", "--output", tmp_path / "again")
+    model.save_pretrained(tmp_path / "saved")
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    first, saved = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
+    assert first.keys() == saved.keys() and all(torch.equal(first[key], saved[key]) for key in first)
+    assert ("model.layers.1.mlp.experts.5.gate_proj.weight" in first) and not [key for key in first if "sparse" in key]
+
+
 def test_the_shards_of_experts(tools, tmp_path):
     """Megatron writes each expert by itself, whatever the expert parallelism, and no other layout is read."""
     sizes = dict(qk_norm=True, experts=dataclasses.asdict(experts()))
@@ -78,10 +151,6 @@ def test_the_shards_of_experts(tools, tmp_path):
     name = f"{LAYERS}{EXPERTS}linear_fc1.weight"
     assert reader.shapes[name] == (4, 6, 96, 64)
     assert len(reader._metadata.state_dict_metadata[name].chunks) == 4 * 6 * 2
-    line = tools.refused("export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "out")
-    assert (
-        "num_experts=6; only a Llama- or Qwen-shaped model" in line and "experts leave with export-hf --stock" in line
-    )
     tools("export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "out", "--as-dense")
     assert written_config(tmp_path / "out")["model_type"] == "qwen3_moe"
 
@@ -89,7 +158,7 @@ def test_the_shards_of_experts(tools, tmp_path):
 def trained_with(**more):
     shape = shape_of(qk_norm=True)
     args = arguments_of(shape, num_experts=6, moe_ffn_hidden_size=48, moe_router_topk=2, **more)
-    return shape_of_arguments(args, "--load x", None, experts=True).experts
+    return shape_of_arguments(args, "--load x", None).experts
 
 
 @pytest.mark.parametrize(
@@ -172,7 +241,7 @@ def test_layers_that_no_stock_architecture_has(more, message):
 )
 def test_a_model_with_experts_that_has_no_stock_form(sizes, windows, message):
     shape = shape_of(**dict(experts=experts()) | sizes)
-    with pytest.raises(ValueError, match=f"^--stock: .*{message}"):
+    with pytest.raises(ValueError, match=f"^--stock: .*{message}.*; leave --stock out"):
         stock_config(plain_config(arguments_of(shape), shape, "float32"), shape, None, windows, "--stock")
 
 

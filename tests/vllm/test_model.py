@@ -124,9 +124,9 @@ def test_a_backend_that_counts_the_models_heads_is_refused(standing, monkeypatch
         attention_of_rank(module, model(WINDOWS["in pairs"]).model.layers[0].self_attn, 0)
 
 
-def made_in_vllm(module, softmax_type="vanilla", one_cache=False, **spec):
+def made_in_vllm(module, softmax_type="vanilla", one_cache=False, experts=None, **spec):
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=model(spec, softmax_type=softmax_type).config),
+        model_config=SimpleNamespace(hf_config=model(spec, softmax_type=softmax_type, **experts or {}).config),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_cache),
     )
@@ -139,6 +139,15 @@ def test_a_plan_is_refused_before_weights_are_made(standing):
     with pytest.raises(ValueError, match=r"^vLLM: layer 0, head 0 has stride 4; expected heads that are dense"):
         made_in_vllm(module, local_blocks=2, stride=4)
     assert not records.warnings
+
+
+@pytest.mark.parametrize("spec", [dict(window=7), dict(window=7, sink_tokens=4)], ids=str)
+def test_experts_are_refused_before_weights_are_made(standing, spec):
+    """Whatever the plan: the layers of the plugin have dense MLPs."""
+    _, module = standing
+    experts = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48)
+    with pytest.raises(ValueError, match=r"^vLLM: a model of type s2_gpt with num_experts=6; expected one without "):
+        made_in_vllm(module, experts=experts, **spec)
 
 
 @pytest.mark.parametrize("softmax_type", ["learnable", "off-by-one"])

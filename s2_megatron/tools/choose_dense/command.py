@@ -169,7 +169,7 @@ def _resolved(args: Namespace, source: str, config: SparsityConfig, trained: Nam
     can be chosen."""
     from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
 
-    shape = shape_of_arguments(trained, f"--load {args.load}", None, experts=True)
+    shape = shape_of_arguments(trained, f"--load {args.load}", None)
     if getattr(trained, "s2_sparsity", None) is not None:
         before = sparsity_of_arguments(trained, shape, None)
         if any(layer.pattern is not None for layer in before.layers):

@@ -42,37 +42,32 @@ def _is(value, wanted) -> bool:
     return (value or None) == (wanted or None)
 
 
-def shape_of_arguments(
-    args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False, experts: bool = False
-) -> Shape:
+def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False) -> Shape:
     """The model that was trained with these arguments. vocab_size: words of the tokenizer; None: all rows of the
-    embedding. drop_mtp: whether a GPT's multi-token prediction is left out, and not refused. experts: whether layers
-    may have some.
+    embedding. drop_mtp: whether a GPT's multi-token prediction is left out, and not refused.
 
     Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
     layer and a dense MLP, or experts, take turns (`*-`, `*E`).
     """
-    missing, takers = object(), TAKERS if experts else "export-hf without --stock"
+    missing = object()
     other = {
         name: value
-        for name, wanted in (_WANTED | ({} if experts else {"num_experts": None})).items()
+        for name, wanted in _WANTED.items()
         if not (drop_mtp and name == "mtp_num_layers")
         and (value := getattr(args, name, missing)) is not missing
         and not _is(value, wanted)
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        stock = "; experts leave with export-hf --stock, if all layers are dense or have one exact window, else not"
-        leave = stock if "num_experts" in other else ""
-        raise ValueError(f"{where}: {found}; only {FORM}, which has none of it, is taken by {takers}{leave}")
+        raise ValueError(f"{where}: {found}; only {FORM}, which has none of it, is taken by {TAKERS}")
     pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:
-        symbols, halves = pattern.replace("|", ""), ("*-", "*E") if experts else ("*-",)
+        symbols, halves = pattern.replace("|", ""), ("*-", "*E")
         num_layers, kinds = len(symbols) // 2, symbols[1::2]
         if len(symbols) % 2 or any(symbols[start : start + 2] not in halves for start in range(0, len(symbols), 2)):
             raise ValueError(
                 f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM}, "
-                f"which has no other layers, is taken by {takers}"
+                f"which has no other layers, is taken by {TAKERS}"
             )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     padded = args.padded_vocab_size
@@ -94,7 +89,7 @@ def shape_of_arguments(
         qk_norm=bool(args.qk_layernorm),
         tied=not args.untie_embeddings_and_output_weights,
         softmax_type=getattr(args, "softmax_type", "vanilla"),
-        experts=experts_of_arguments(args, where, num_layers, kinds) if experts else None,
+        experts=experts_of_arguments(args, where, num_layers, kinds),
     )
 
 
@@ -193,6 +188,12 @@ def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: 
     """The content of config.json, of our own model type."""
     own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
     options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm, "softmax_type": shape.softmax_type}
+    if (experts := shape.experts) is not None:
+        options |= {
+            "num_experts": experts.count, "num_experts_per_tok": experts.top, "moe_intermediate_size": experts.hidden,
+            "norm_topk_prob": experts.normalized,
+            "mlp_only_layers": [layer for layer, has in enumerate(experts.layers) if not has],
+        }  # fmt: skip
     return own | plain_config(args, shape, dtype) | options | {"s2_sparsity": stored_sparsity(sparsity)}
 
 
@@ -229,6 +230,7 @@ def shape_of_config(content: dict, divisor: int) -> Shape:
         tied=bool(content["tie_word_embeddings"]),
         softmax_type=content.get("softmax_type", "vanilla") if family == MODEL_TYPE else "vanilla",
         experts=experts_of_config(content, "--input"),
+        mixtral=family == "mixtral",
     )
 
 

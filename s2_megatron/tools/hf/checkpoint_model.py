@@ -72,7 +72,7 @@ def load_model(
     without experts of a softmax router.
     """
     trained = checkpoint_arguments(folder)
-    shape = shape_of_arguments(trained, f"--load {folder}", None, experts=True)
+    shape = shape_of_arguments(trained, f"--load {folder}", None)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
     flags = megatron_flags(hf_config(trained, shape, sparsity, "float32"), shape)
     if pattern_of(trained) is not None:

@@ -50,8 +50,11 @@ EXPERT_KEYS = {
     "qwen3_moe": _QWEN | {"decoder_sparse_step", "mlp_only_layers"},
     "mixtral": _MIXTRAL,
     "mellum": _QWEN | {"mlp_layer_types"},
-}
-_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"}} | {
+    MODEL_TYPE: {
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers",
+    },
+}  # fmt: skip
+_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"} | EXPERT_KEYS[MODEL_TYPE]} | {
     family: keys | EXPERT_KEYS.get(family, set()) for family, keys in WINDOW_KEYS.items()
 }
 

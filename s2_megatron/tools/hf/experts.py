@@ -1,5 +1,5 @@
-"""Which experts of Megatron's have a form in stock architectures: each token's are chosen by a softmax router, and
-nothing else is added, dropped or scaled."""
+"""Which experts of Megatron's have a form in transformers, whose own code runs them in stock models and in ours: each
+token's are chosen by a softmax router, and nothing else is added, dropped or scaled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping
 
 from s2_megatron.config.errors import printable
+from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.tools.hf.config_keys import EXPERT_KEYS
 from s2_megatron.tools.hf.weights import Experts
 
@@ -46,7 +47,7 @@ def experts_of_arguments(args: Namespace, where: str, layers: int, kinds: str | 
     """The experts of a model that was trained with these arguments; None where no layer has some.
 
     layers: how many the model has. kinds: of a HybridModel, what follows the attention in each (`-` or `E`); None of a
-    GPT. Raises one ValueError that names every setting of experts which no stock architecture has; a setting that is
+    GPT. Raises one ValueError that names every setting of experts which no such architecture has; a setting that is
     not known is one, unless it is off.
     """
     count = getattr(args, "num_experts", None)
@@ -100,11 +101,11 @@ def experts_of_config(content: Mapping, where: str) -> Experts | None:
     """The experts of a Hugging Face config, of config_as_read; None where no layer has some. Raises ValueError for
     those that Megatron cannot route."""
     family, layers = content["model_type"], content["num_hidden_layers"]
-    if family not in EXPERT_KEYS:
+    if family not in EXPERT_KEYS or (family == MODEL_TYPE and content["num_experts"] is None):
         return None
     has = (True,) * layers
-    if family == "qwen3_moe":
-        dense, every = content["mlp_only_layers"] or [], content["decoder_sparse_step"]
+    if family in ("qwen3_moe", MODEL_TYPE):
+        dense, every = content["mlp_only_layers"] or [], content.get("decoder_sparse_step", 1)
         has = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))
     elif family == "mellum":
         has = tuple(kind == "sparse" for kind in content["mlp_layer_types"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     trained = checkpoint_arguments(folder)
     tokenizer = _tokenizer(args.tokenizer, trained)
     words = None if tokenizer is None else len(tokenizer)
-    shape = shape_of_arguments(trained, f"--load {folder}", words, drop_mtp=True, experts=args.stock or args.as_dense)
+    shape = shape_of_arguments(trained, f"--load {folder}", words, drop_mtp=True)
     sparsity = sparsity_of_arguments(trained, shape, args.s2_config)
     reader = TorchDistReader(folder, stored_name if pattern_of(trained) is None else name_in_gpt)
     mtp = getattr(trained, "mtp_num_layers", None) or 0
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.as_dense:
         _warn_dense(config, sparsity)
+    shape = replace(shape, mixtral=config["model_type"] == "mixtral")
     with complete_folder(args.output, "--output") as work:
         size = write_weights(reader, shape, work, int(args.max_shard_gb * 1e9))
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")

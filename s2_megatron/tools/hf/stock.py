@@ -117,7 +117,7 @@ def _with_experts(content: dict, shape: Shape, windows: Windows, flag: str) -> d
     if shape.qkv_bias:
         raise ValueError(
             f"{flag}: experts beside --add-qkv-bias; expected none of it, or --qk-layernorm in its place, which stock "
-            "architectures have; train so"
+            f"architectures have; leave {flag} out, or train so"
         )
     keys = {"num_experts_per_tok": experts.top, "output_router_logits": False, "router_aux_loss_coef": 0.0}
     if not shape.qk_norm:
@@ -129,7 +129,7 @@ def _with_experts(content: dict, shape: Shape, windows: Windows, flag: str) -> d
         for what in (words for words, here in of_qwen.items() if here):
             raise ValueError(
                 f"{flag}: experts, {what} and no norms of query and key; expected --qk-layernorm beside it, as "
-                "Qwen3-MoE and Mellum have it (a Mixtral computes something else); train with --qk-layernorm"
+                f"Qwen3-MoE and Mellum have it (a Mixtral computes something else); leave {flag} out, or train with it"
             )
         keys |= {"num_local_experts": experts.count, "intermediate_size": experts.hidden, "router_jitter_noise": 0.0}
         keys |= {"sliding_window": windowed[0] if windowed else None}

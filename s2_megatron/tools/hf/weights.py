@@ -49,6 +49,7 @@ class Shape:
     tied: bool
     softmax_type: str = "vanilla"  # Megatron's: learnable has one number a head in each layer
     experts: Experts | None = None
+    mixtral: bool = False  # whether the Hugging Face names of experts are Mixtral's, and not Qwen3-MoE's
 
     @property
     def stacked(self) -> bool:
@@ -110,7 +111,7 @@ def _qkv(shape: Shape, layer: int, what: str) -> Piece:
 
 
 def _mlp(shape: Shape, layer: int) -> Iterator[Piece]:
-    """The MLP of a layer, or its experts, which Mixtral (no q/k norm) and Qwen3-MoE name unlike."""
+    """The MLP of a layer, or its experts, which Mixtral and Qwen3-MoE name unlike."""
     hf, hidden, ffn = f"model.layers.{layer}", shape.hidden_size, shape.ffn_hidden_size
     if not shape.has_experts(layer):
         yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.gate_proj.weight")
@@ -119,7 +120,7 @@ def _mlp(shape: Shape, layer: int) -> Iterator[Piece]:
         return
     experts, ffn = shape.experts, shape.experts.hidden
     block, gate, up, down = (
-        ("mlp", "gate_proj", "up_proj", "down_proj") if shape.qk_norm else ("block_sparse_moe", "w1", "w3", "w2")
+        ("block_sparse_moe", "w1", "w3", "w2") if shape.mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
     )
     yield _same("mlp.router.weight", layer, (experts.count, hidden), f"{hf}.{block}.gate.weight")
     for expert in range(experts.count):
