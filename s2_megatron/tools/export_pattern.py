@@ -140,8 +140,8 @@ def _vector_tokens(pattern: Pattern) -> int:
 
 def check_vectors(pattern: Pattern | None, sparsity: ResolvedSparsity, head_dim: int, seed: int) -> dict:
     """query [1, H, Q, D], key and value [1, G, S, D], out [1, H, Q, D], lse [1, H, Q] (natural log), softmax_scale [];
-    fp32, computed in fp64 from the fp32 inputs. The queries are those of the last Q tokens: of all S, or of LAST_QUERIES
-    where S is above LONGEST_VECTORS."""
+    fp32, computed in fp64 from the fp32 inputs. The queries are those of the last Q tokens: of all S, or of
+    LAST_QUERIES where S is above LONGEST_VECTORS."""
     import torch
 
     from s2_megatron.ops.api import s2_attention

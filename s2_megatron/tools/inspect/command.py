@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    """Raises ValueError, before the work, for a path that is not a picture's file name, is another's or cannot be written."""
+    """Raises ValueError, before the work, for a path that is not a picture's file name, is that of another one or
+    cannot be written, and for settings of pictures without one."""
     for flag, given, beside in (
         ("--blocks", args.blocks, [args.png]),
         ("--layers", args.layers, [args.png, args.exchange_png]),
@@ -98,7 +99,8 @@ def _check_pictures(args: argparse.Namespace) -> None:
         if file is None:
             continue
         if (other := taken.setdefault(file.absolute(), flag)) != flag:
-            raise ValueError(f"{flag} {printable(file, 200)}: {other} is written there; expected a file for each picture")
+            shown = printable(file, 200)
+            raise ValueError(f"{flag} {shown}: {other} is written there; expected a file for each picture")
         if file.suffix.lower() != ".png" or file.is_dir():
             what = "a folder" if file.is_dir() else "another kind of file"
             raise ValueError(f"{flag} {printable(file, 200)}: {what}; expected a file name that ends in .png")
