@@ -50,7 +50,7 @@ def meaning_problems(config: S2Config) -> list[Problem]:
                 )
             )
         problems += _spec_problems(("specs", name), spec, config.block_size)
-    known = ["D", *config.specs]
+    known = list(dict.fromkeys(("D", *config.specs)))
     for key in ("layers", "mtp_layers"):
         plan = getattr(config, key)
         wrong = islice(dict.fromkeys(name for name in plan or () if name not in config.specs and name != "D"), 20)
@@ -168,7 +168,7 @@ def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]
             str(field.examples[0])
             if field is not None and field.examples
             else "{stride: 16}"
-            if path[-1:] == (0,)
+            if path[-2:-1] == ("ranges",)
             else "local_tokens: 1024"
         )
         if kind == "s2_value":
@@ -196,11 +196,17 @@ def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]
         elif kind in ("greater_than_equal", "greater_than"):
             least = _yaml_text(context["ge"]) if "ge" in context else None
             expected = f"more than {context['gt']:g}" if least is None else f"{least} or more"
-            problems.append(Problem(path, shown(value), expected, least or example))
+            problems.append(Problem(path, shown(value), expected, _in_blocks(path, least) or example))
         else:
             expected = _KINDS.get(kind, item["msg"])
-            problems.append(Problem(path, shown(value), expected, _as_number(value, kind) or example))
+            problems.append(Problem(path, shown(value), expected, _in_blocks(path, _as_number(value, kind)) or example))
     return problems
+
+
+def _in_blocks(path: tuple, number: str | None) -> str | None:
+    """The number; None where it counts tokens and is no multiple of 64, the usual block."""
+    whole = path[-1:] in (("local_tokens",), ("end_tokens",))
+    return None if whole and number is not None and int(number) % 64 else number
 
 
 def _nearest_literal(value: Any, allowed: list[str]) -> str:

@@ -233,7 +233,7 @@ class WholeSlots(Slots):
 
 class TokenSlots(Slots):
     """Slots of heads with a window or a sink in tokens: rings for the blocks of which a token is attended, a slot more
-    for each block of the sink, and a mask by token."""
+    for each block of the sink that a text of n_blocks has, and a mask by token."""
 
     def __init__(self, block_size: int, kv_heads: Sequence[int], heads: Sequence[Sequence[HeadPattern]], n_blocks: int):
         """heads: [KV head][query head] of the group, of one form (`token_rings`)."""
@@ -243,7 +243,7 @@ class TokenSlots(Slots):
             for bounds in (HeadPattern.touched_bounds, HeadPattern.bounds)
         )
         rings, applies, sinks = zip(*(token_rings(of) for of in heads))
-        self._n_sink = sinks[0]
+        self._n_sink = min(sinks[0], n_blocks)
         self._rings = RingSlots(block_size, kv_heads, rings, applies[0], n_blocks)
         super().__init__(block_size, kv_heads, n_blocks, self._rings.n_slots + self._n_sink)
 

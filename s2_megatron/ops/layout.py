@@ -34,7 +34,7 @@ class PackedSequence(NamedTuple):
 
     Document i holds the tokens starts[i] .. starts[i] + length[i] - 1 with length[i] = cu_seqlens[i+1] - cu_seqlens[i]
     and starts = cu_seqlens_padded, or cu_seqlens when there is no padding. Rows outside of every document give 0, LSE
-    -inf and zero gradients.
+    -inf (with a softmax offset: the offset, to whose gradient an LSE in the loss adds) and zero gradients.
     """
 
     cu_seqlens: torch.Tensor  # int32 [documents + 1], on the device of the query

@@ -70,18 +70,19 @@ def check_sequence(name: str, value: Any, expected: str, fix: str) -> tuple:
     return tuple(value)
 
 
-def check_tokens(window, sink_tokens, block_size) -> None:
-    """Raises ValueError unless window is None or a number of tokens, sink_tokens one or 0, and block_size is given with
-    either."""
+def check_tokens(window, sink_tokens, block_size) -> tuple[int | None, int, int | None]:
+    """The three as ints, or None. Raises ValueError unless window is None or a number of tokens, sink_tokens one or 0,
+    and block_size is given with either."""
     if window is not None:
-        check_integer(
+        window = check_integer(
             "window", window, 1, LARGEST_WINDOW, "use the number of tokens that a query sees, itself included"
         )
-    check_integer(
+    sink_tokens = check_integer(
         "sink_tokens", sink_tokens, 0, MOST_SINK_TOKENS, "use the number of first tokens that all see, e.g. 4"
     )
-    if window is not None or sink_tokens:
-        check_block_size(block_size)
+    if block_size is not None or window is not None or sink_tokens:
+        block_size = check_block_size(block_size)
+    return window, sink_tokens, block_size
 
 
 def check_ranges(ranges, beside_window: bool = False) -> Ranges:

@@ -60,7 +60,9 @@ class HeadPattern:
     block_size: int | None = None
 
     def __post_init__(self):
-        check_tokens(self.window, self.sink_tokens, self.block_size)
+        tokens = check_tokens(self.window, self.sink_tokens, self.block_size)
+        for name, value in zip(("window", "sink_tokens", "block_size"), tokens):
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "ranges", check_ranges(self.ranges, beside_window=self.window is not None))
         offset = check_integer("offset", self.offset, -LARGEST_OFFSET, LARGEST_OFFSET, "use 0")
         object.__setattr__(self, "offset", offset)

@@ -249,16 +249,14 @@ def _checked_step(name: str, value, words: tuple[str, ...]):
 def _checked_windows(window, num_kv_heads: int) -> tuple:
     """One window, or None, for each KV head."""
     if not isinstance(window, list | tuple):
-        check_tokens(window, 0, 1)
-        return (window,) * num_kv_heads
+        return check_tokens(window, 0, 1)[:1] * num_kv_heads
     if len(window) != num_kv_heads:
         raise ValueError(
             f"window={shown(window)} has {len(window)} entries; expected one number, or one for each of the "
             f"{num_kv_heads} KV heads"
         )
-    for one in window:
-        check_integer("window", one, 1, LARGEST_WINDOW, "use a number of tokens for each KV head")
-    return tuple(window)
+    fix = "use a number of tokens for each KV head"
+    return tuple(check_integer("window", one, 1, LARGEST_WINDOW, fix) for one in window)
 
 
 def make_range_pattern(
@@ -291,7 +289,7 @@ def make_range_pattern(
     block_size, num_heads, num_kv_heads = check_shape(block_size, num_heads, num_kv_heads)
     windows = _checked_windows(window, num_kv_heads)
     ranges = check_ranges(ranges, beside_window=window is not None)
-    check_tokens(None, sink_tokens, block_size)
+    _, sink_tokens, _ = check_tokens(None, sink_tokens, block_size)
     head_step = _checked_step("head_step", head_step, ("auto", "paper"))
     layer_step = _checked_step("layer_step", layer_step, ("auto",))
     base_offset = check_integer("base_offset", base_offset, -LARGEST_STRIDE, LARGEST_STRIDE, "use 0")

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
-from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.config.sparsity import ResolvedSparsity, dense_pairs
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools import flex_mask
@@ -30,11 +31,13 @@ from s2_megatron.tools.inputs import read_json_object
 RULE = (
     "Blocks have block_size tokens and count from the start of the text. Query block q attends key block k <= q iff, "
     "with d = q - k, a range [previous end, end) of its head holds d (an end of null has no limit) and "
-    "(k + offset) mod stride == 0. In the block of the query itself a token sees the tokens up to itself. Block masks: "
+    "(k + offset) mod stride == 0. Beside them each query attends the newest window tokens, itself included (null: "
+    "none), and the first sink_tokens of the text. No token sees what comes after itself. Block masks: "
     "compressed sparse rows; the rows of several tables stand one after the other in indices, and every row of indptr "
     "counts from 0."
 )
-LONGEST_VECTORS = 4096
+LONGEST_VECTORS = 4096  # tokens with all their queries
+LONGEST_KEYS, LAST_QUERIES = 16384, 256  # of a pattern that needs more to be told from dense
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--num-attention-heads", type=int)
     parser.add_argument("--num-query-groups", type=int, help="KV heads (default: as many as attention heads)")
-    parser.add_argument("--seq-length", type=int, default=8192, help="how long block masks are needed (default: 8192)")
+    parser.add_argument("--seq-length", type=int, help="how long block masks are needed (default: 8192)")
     parser.add_argument("--s2-allow-python-patterns", action="store_true", help="import the functions of the YAML")
     parser.add_argument("--head-dim", type=int, default=16, help="of the test vectors (default: 16)")
     parser.add_argument("--output", type=Path, required=True, help="the folder to make; it must not exist")
@@ -65,6 +68,9 @@ def _sparsity(args: argparse.Namespace) -> ResolvedSparsity:
     if args.model is not None:
         from s2_megatron.config.stored import sparsity_from_stored
 
+        numbers = ("num_layers", "num_attention_heads", "num_query_groups", "seq_length")
+        if given := [f"--{name.replace('_', '-')}" for name in numbers if getattr(args, name) is not None]:
+            raise ValueError(f"{given[0]} beside --model, whose config says it; expected one of them; leave it out")
         where, expected = f"--model {printable(args.model, 200)}", "a folder of export-hf"
         stored = read_json_object(args.model / "config.json", where, expected).get("s2_sparsity")
         if stored is None:
@@ -75,8 +81,8 @@ def _sparsity(args: argparse.Namespace) -> ResolvedSparsity:
     return load_config(args.config, allow_python_patterns=args.s2_allow_python_patterns).resolve(
         num_layers=args.num_layers,
         num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_query_groups or args.num_attention_heads,
-        seq_length=args.seq_length,
+        num_kv_heads=args.num_attention_heads if args.num_query_groups is None else args.num_query_groups,
+        seq_length=8192 if args.seq_length is None else args.seq_length,
     )
 
 
@@ -100,6 +106,10 @@ def write_pattern(sparsity: ResolvedSparsity, folder: Path, head_dim: int) -> No
     for index, pattern in enumerate(patterns):
         vectors = check_vectors(pattern, sparsity, head_dim, seed=index)
         np.savez(folder / f"vectors_{index}.npz", **vectors)
+        length = vectors["key"].shape[2]
+        if pattern is not None and pattern.attended_pairs(length) == dense_pairs(sparsity.num_heads, length):
+            line = f"note: vectors_{index}.npz has {length:,} tokens, in which the pattern is dense: they do not find a"
+            print(f"{line} port that is", file=sys.stderr)
     shutil.copy(flex_mask.__file__, folder / "flex_mask.py")
 
 
@@ -116,21 +126,22 @@ def _form(pattern: Pattern | None, index: int, masks: dict[str, np.ndarray]) -> 
     return {"kind": "block_mask", "table_of_head": [pattern.table_of(head) for head in range(pattern.num_heads)]}
 
 
-def _vector_tokens(pattern: Pattern, longest: int) -> int:
+def _vector_tokens(pattern: Pattern) -> int:
     """Enough tokens to show every range and every offset, and not a whole number of blocks."""
-    blocks = 4
+    blocks, longest = 4, LONGEST_KEYS
     if isinstance(pattern, RangePattern):
         ends = [end or 0 for head in pattern.heads for end, _ in head.touched_ranges]
         strides = [stride for head in pattern.heads for _, stride in head.touched_ranges]
         blocks = max(ends) + 2 * max(strides) + 2 + max(head.sink_blocks for head in pattern.heads)
     elif isinstance(pattern, BlockMaskPattern):
-        blocks = pattern.num_blocks
+        blocks, longest = pattern.num_blocks, LONGEST_VECTORS
     return min(blocks * pattern.block_size, longest) - pattern.block_size // 2 - 1
 
 
 def check_vectors(pattern: Pattern | None, sparsity: ResolvedSparsity, head_dim: int, seed: int) -> dict:
-    """query [1, H, S, D], key and value [1, G, S, D], out [1, H, S, D], lse [1, H, S] (natural log), softmax_scale [];
-    fp32, computed in fp64 from the fp32 inputs."""
+    """query [1, H, Q, D], key and value [1, G, S, D], out [1, H, Q, D], lse [1, H, Q] (natural log), softmax_scale [];
+    fp32, computed in fp64 from the fp32 inputs. The queries are those of the last Q tokens: of all S, or of
+    LAST_QUERIES where S is above LONGEST_VECTORS."""
     import torch
 
     from s2_megatron.ops.api import s2_attention
@@ -139,10 +150,12 @@ def check_vectors(pattern: Pattern | None, sparsity: ResolvedSparsity, head_dim:
 
     if pattern is None:
         pattern = RangePattern.dense(sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
-    length = _vector_tokens(pattern, LONGEST_VECTORS)
+    length = _vector_tokens(pattern)
     generator = torch.Generator().manual_seed(seed)
     heads = (sparsity.num_heads, sparsity.num_kv_heads, sparsity.num_kv_heads)
     tensors = [torch.randn(1, count, length, head_dim, generator=generator) for count in heads]
+    if length > LONGEST_VECTORS:
+        tensors[0] = tensors[0][:, :, -LAST_QUERIES:].clone()
     scale = softmax_scale_of(sparsity.softmax_scale, head_dim)
     settings = dict(softmax_scale=scale, tensor_format="bhsd", backend="reference", return_lse=True)
     out, lse = s2_attention(*(tensor.double() for tensor in tensors), build_layout(pattern), **settings)

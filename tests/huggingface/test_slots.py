@@ -69,6 +69,17 @@ def test_slots_that_grow_keep_their_blocks(name):
         assert (after[..., rest] == -1).all()
 
 
+def test_a_sink_longer_than_the_text_takes_no_more_than_the_text():
+    pattern = make_range_pattern(
+        block_size=BLOCK, num_heads=1, num_kv_heads=1, ranges=(), window=BLOCK, sink_tokens=6 * BLOCK
+    )
+    (slots,) = kept_slots(pattern, 2)
+    assert slots.n_slots == 4
+    larger, places = slots.grown(BLOCKS)
+    assert larger.n_slots == kept_slots(pattern, BLOCKS)[0].n_slots == 8
+    assert torch.equal(larger.held_blocks(torch.arange(2))[..., places], slots.held_blocks(torch.arange(2)))
+
+
 def layers_of(pattern, heads, kv_heads, dense, total):
     layers = [LayerSparsity("D", None)] * dense + [LayerSparsity("S", pattern)] * (total - dense)
     return ResolvedSparsity(tuple(layers), (), None, 64, heads, kv_heads, 131072)

@@ -141,6 +141,13 @@ def test_what_is_taken_as_it_is_meant():
     assert same == PATTERN and hash(same) == hash(PATTERN)
     assert type(same.block_size) is int and type(same.heads[0].ranges[0][0]) is int
     assert json.dumps(same.canonical()) == json.dumps(PATTERN.canonical())
+    plain, narrow = (
+        make_range_pattern(block_size=64, num_heads=4, num_kv_heads=2, ranges=(), window=window, sink_tokens=sink)
+        for window, sink in ((200, 4), ([np.uint8(200)] * 2, np.uint8(4)))
+    )
+    assert narrow.key_blocks(0, 9).tolist() == [0, 5, 6, 7, 8, 9] and narrow == plain
+    assert json.dumps(narrow.canonical()) == json.dumps(plain.canonical())
+    assert HeadPattern((), 0, 200, 0, np.uint8(64)).key_blocks(9).tolist() == [5, 6, 7, 8, 9]
     assert RangePattern(64, 2, list(PATTERN.heads)) == PATTERN
     assert dense_kv_heads(2, 8) == dense_kv_heads({"spread": 2}, 8) == {0, 4}
     arrays = BlockMaskPattern.from_csr(16, 4, 2, np.array([[0, 1, 3]]), np.array([[0, 0, 1]]))

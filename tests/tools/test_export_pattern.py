@@ -105,6 +105,26 @@ def test_vectors_tell_patterns_apart(written, loaded):
     assert np.abs(out.numpy() - stored["out"]).max() > 0.1
 
 
+def test_vectors_tell_a_long_window_from_dense(tmp_path, capsys):
+    """Of the last queries of enough tokens; where there would be too many, a line says that they cannot."""
+    config = tmp_path / "plan.yaml"
+    command = ["export-pattern", str(config), "--num-layers", "1", "--num-attention-heads", "2"]
+    for window, queries, keys in ((4096, 256, 4383), (20000, 256, 16351)):
+        config.write_text(f"block_size: 64\nlayers: S\nspecs:\n  S:\n    window: {window}\n")
+        assert commands.main([*command, "--output", str(tmp_path / str(window))]) == 0
+        stored = np.load(tmp_path / str(window) / "vectors_0.npz")
+        query, key, value = (torch.from_numpy(stored[name]) for name in ("query", "key", "value"))
+        assert (query.shape[2], key.shape[2]) == (queries, keys)
+        position = torch.arange(keys)
+        since = position[-queries:, None] - position
+        for own, is_equal in ((window, True), (window + 1, window > keys), (keys, window > keys)):
+            mask = (since >= 0) & (since < own)
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            assert (np.abs(out.numpy() - stored["out"]).max() < 1e-5) == is_equal, (window, own)
+        told = "vectors_0.npz has 16,351 tokens, in which the pattern is dense" in capsys.readouterr().err
+        assert told == (window > keys)
+
+
 def test_the_command_from_a_yaml_and_from_a_model(tmp_path, capsys):
     numbers = ["--num-layers", "4", "--num-attention-heads", "4", "--num-query-groups", "2"]
     config = str(CONFIGS / "quickstart.yaml")
@@ -128,6 +148,8 @@ def test_the_command_from_a_yaml_and_from_a_model(tmp_path, capsys):
         ([], "either a sparsity YAML or --model"),
         ([str(CONFIGS / "quickstart.yaml")], "needs --num-layers and --num-attention-heads"),
         (["--model", "nowhere"], "config.json cannot be read"),
+        (["--model", "x", "--num-layers", "2"], "--num-layers beside --model"),
+        ([str(CONFIGS / "quickstart.yaml"), *HEADS_4, "--num-query-groups", "0"], "--num-query-groups"),
         ([str(CONFIGS / "quickstart.yaml"), *HEADS_4, "--head-dim", "0"], "256"),
     ],
 )  # fmt: skip

@@ -101,7 +101,7 @@ def test_docstring_shows_what_is_printed(capsys):
     (["--num-query-groups", "3"], "--num-query-groups 3"),
     (["--num-query-groups", "0"], "--num-query-groups=0: expected 1 to 4096; use --num-query-groups 1"),
     (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size=0: expected 1 to 65536; use"),
-    (["--tensor-model-parallel-size", "3"], "fits neither"),
+    (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3: "),
     (["--context-parallel-size", "-1"], "--context-parallel-size=-1: expected 1 to 65536; use"),
     (["--context-parallel-size", "1024", "--seq-length", "10485760"], "use fewer, or a shorter --seq-length"),
     (["--num-layers", "1e9"], "--num-layers: invalid int value: '1e9'; see s2-megatron inspect --help"),
@@ -115,11 +115,13 @@ def test_docstring_shows_what_is_printed(capsys):
     (["--blocks", "100000"], "expected an integer, 1 to 512"),
     (["--exchange-png", "/"], "a folder; expected a file name that ends in .png"),
     (["--context-png", f"{ROOT}/README.md/a.png"], "README.md is a file; expected a folder; name another one"),
+    (["--context-png", "{png}"], "--png is written there; expected a file for each picture"),
     (["--exchange-png", "a.pgn"], "another kind of file; expected a file name"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, capsys, change, word):
     try:
-        status = inspect_command(*QUICKSTART, "--png", str(tmp_path / "a.png"), *change)
+        png = str(tmp_path / "a.png")
+        status = inspect_command(*QUICKSTART, "--png", png, *(word.format(png=png) for word in change))
     except SystemExit as stop:  # argparse
         status = stop.code
     assert status == 2

@@ -65,7 +65,10 @@ def test_megatron_reads_the_texts_back_and_the_bytes_do_not_depend_on_the_proces
     (corpus / "a.jsonl.gz").write_bytes(gzip.compress(lines_of(TEXTS[10:20]).encode()))
     (corpus / "c.txt").write_bytes(b"\xef\xbb\xbf" + TEXTS[20].encode())
     (corpus / "d.py.xz").write_bytes(lzma.compress(TEXTS[21].encode()))
-    (corpus / "e.ndjson.bz2").write_bytes(bz2.compress(lines_of(TEXTS[22:24]).encode()))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/E.NDJSON.bz2").write_bytes(bz2.compress(lines_of(TEXTS[22:24]).encode()))
+    (corpus / "e").symlink_to(tmp_path / "other")
+    (corpus / "e/again").symlink_to(tmp_path / "other")  # a loop
     (corpus / ".hidden").write_bytes(b"\xff")
     (tmp_path / "lone.json").write_text(lines_of(TEXTS[24:]))
     for workers in (1, 3):
@@ -191,7 +194,9 @@ BAD = {
     "no xz": ({"a.txt.xz": b"abc"}, ["{tmp}/a.txt.xz"], "a.txt.xz: cannot be read (Input format not supported"),
     "workers": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--workers", "0"], "--workers 0: expected 1 to 4096"),
     "there": ({"a.txt": b"a", "new.idx": b""}, ["{tmp}/a.txt"], "new: new.idx is there already; expected a new prefix"),
-    "a folder": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--output", "{tmp}"], "is there already; expected a new prefix"),
+    "a folder": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--output", "{tmp}"], "a folder; expected a prefix of two files"),
+    "a link to nothing": ({"corp/gone.txt": Path("nowhere")}, ["{tmp}/corp"],
+        "gone.txt: no such file or folder, a link to nowhere; expected texts"),
     "below a file": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--output", "{tmp}/a.txt/x"],
         "a.txt is a file; expected a folder"),
     "no tokenizer": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--tokenizer", "{tmp}/none"], "none: no such folder; expected"),

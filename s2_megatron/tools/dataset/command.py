@@ -49,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
     for suffix in (".bin", ".idx"):
         file = args.output.with_name(args.output.name + suffix) if args.output.name else args.output
         shown = f"--output {printable(args.output, 200)}"
-        if args.output.is_dir() or file.exists():
+        if args.output.is_dir():
+            inside = printable(args.output / "text", 200)
+            raise ValueError(f"{shown}: a folder; expected a prefix of two files; give {inside}")
+        if file.exists():
             raise ValueError(
                 f"{shown}: {printable(file.name)} is there already; expected a new prefix; give another one, or remove "
                 "its .bin and .idx"

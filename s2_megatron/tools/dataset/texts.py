@@ -53,31 +53,28 @@ COMPRESSED: dict[str, Callable[[], Callable[[BinaryIO], BinaryIO]]] = {
 
 
 def find_sources(paths: Sequence[Path]) -> list[Source]:
-    """The files, those of a folder below it in the order of their names; hidden ones are left out. Raises ValueError
-    for a path that is not there, a folder without a file, and a .zst that cannot be opened here."""
+    """The files, those of a folder below it in the order of their names; hidden ones are left out, and links are
+    followed. Raises ValueError for what is no file or not there, a folder without a file, and a .zst that cannot be
+    opened here."""
     found: list[Source] = []
     for path in paths:
         shown = printable(path, 200)
         if path.is_dir():
-            below = [
-                Path(folder, name)
-                for folder, _, names in os.walk(path)
-                for name in names
-                if not any(part.startswith(".") for part in Path(folder, name).relative_to(path).parts)
-            ]
-            files = sorted(file for file in below if file.is_file())
+            files = _below(path)
             if not files:
                 raise ValueError(f"{shown}: no file in this folder; expected texts; name another one")
-        elif path.is_file():
-            files = [path]
         else:
-            raise ValueError(f"{shown}: no such file or folder; expected texts; correct the path")
+            files = [path]
         for file in files:
+            if not file.is_file():
+                what = "no file and no folder" if file.exists() else "no such file or folder"
+                what += f", a link to {printable(os.readlink(file), 200)}" if file.is_symlink() else ""
+                raise ValueError(f"{printable(file, 200)}: {what}; expected texts; correct the path, or remove it")
             if not os.access(file, os.R_OK):
                 raise ValueError(
                     f"{printable(file, 200)}: cannot be read by this user; expected a readable file; chmod u+r"
                 )
-            if file.suffix == ".zst":
+            if file.suffix.lower() == ".zst":
                 try:
                     _zstandard()
                 except ImportError as error:
@@ -89,13 +86,26 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
     return found
 
 
+def _below(folder: Path) -> list[Path]:
+    """All that is below a folder but folders and hidden names. A folder that links lead to twice counts once."""
+    found, seen = [], set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        if real not in seen:
+            found += [Path(here, name) for name in names if not name.startswith(".")]
+        seen.add(real)
+    return sorted(found)
+
+
 def batches(source: Source, lines: bool, at: Callable[[int], None]) -> Iterator[Batch]:
     """The documents of a file: of JSON lines each line, of a text each line with `lines`, else the whole of it. at:
     told how many bytes of the file have been read. Raises ValueError for a file that cannot be decompressed, and for a
     document above LARGEST."""
     path = source.path
-    compressed = path.suffix if path.suffix in COMPRESSED else ""
-    json = Path(path.name.removesuffix(compressed)).suffix in JSON_LINES
+    name = path.name.lower()
+    compressed = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
+    json = name.removesuffix(compressed).endswith(JSON_LINES)
     shown = printable(path, 200)
     with path.open("rb") as file:
         opened = COMPRESSED[compressed]()(file) if compressed else file

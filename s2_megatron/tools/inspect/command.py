@@ -86,14 +86,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    """Raises ValueError, before the work, for a path that is not a picture's file name or cannot be written."""
+    """Raises ValueError, before the work, for a path that is not a picture's file name, is that of another one or
+    cannot be written, and for settings of pictures without one."""
+    for flag, given, beside in (
+        ("--blocks", args.blocks, [args.png]),
+        ("--layers", args.layers, [args.png, args.exchange_png]),
+    ):
+        if given is not None and not any(beside):
+            raise ValueError(f"{flag} without a picture; expected it beside --png; add --png blocks.png")
+    taken: dict[Path, str] = {}
     for flag, file in (("--png", args.png), ("--context-png", args.context_png), ("--exchange-png", args.exchange_png)):
         if file is None:
             continue
+        if (other := taken.setdefault(file.absolute(), flag)) != flag:
+            shown = printable(file, 200)
+            raise ValueError(f"{flag} {shown}: {other} is written there; expected a file for each picture")
         if file.suffix.lower() != ".png" or file.is_dir():
             what = "a folder" if file.is_dir() else "another kind of file"
             raise ValueError(f"{flag} {printable(file, 200)}: {what}; expected a file name that ends in .png")
         check_writable(f"{flag} {printable(file, 200)}", file, is_file=True)
+
+
+def _check_tensor_parallel(heads: int, kv_heads: int, size: int) -> None:
+    """Raises ValueError for a number of ranks that the heads cannot be dealt to."""
+
+    def fits(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not fits(size):
+        near = max(smaller for smaller in range(1, min(size, heads + 1)) if fits(smaller))
+        raise ValueError(
+            f"--tensor-model-parallel-size {size}: {heads} attention heads and {kv_heads} KV heads cannot be dealt to "
+            f"so many ranks; expected a divisor of the first that divides the second or is a multiple of it; use {near}"
+        )
 
 
 def _read(args: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...], int | None]:
@@ -137,6 +162,7 @@ def run(args: argparse.Namespace) -> None:
     flags, words, gpus = _read(args)
     check_line(flags)
     sparsity = _sparsity(args, flags)
+    _check_tensor_parallel(sparsity.num_heads, sparsity.num_kv_heads, flags.tensor_model_parallel_size)
     cp_size = flags.context_parallel_size
     if cp_size > 1 and cp_size * sparsity.n_blocks > MOST_CP_WORK:
         raise ValueError(
