@@ -105,7 +105,7 @@ def fitting(
 
 
 def _layouts(words: Sequence[str], gpus: int, nodes: int, sharded: bool) -> Iterator[tuple[str, ...]]:
-    """Flags to add to a line. Of those that it has none is named, unless with another value."""
+    """Flags to add to a line, the faster layouts first."""
     args = read_flags(words)
     heads, groups = args.num_attention_heads, args.num_query_groups if args.group_query_attention else None
     context = args.context_parallel_size
@@ -125,5 +125,6 @@ def _layouts(words: Sequence[str], gpus: int, nodes: int, sharded: bool) -> Iter
                     flags += ["--moe-token-dispatcher-type=alltoall"]
             if sharded and gpus * nodes > 1:
                 flags += [SHARDED] * (not args.use_distributed_optimizer)
-                flags += [each for each in OVERLAPPED if gpus * nodes > model and each not in words]
-            yield (*flags, *(RECOMPUTED if recomputed and args.recompute_granularity != "full" else ()))
+                flags += [each for each in OVERLAPPED if gpus * nodes > model]
+            flags += RECOMPUTED if recomputed and args.recompute_granularity != "full" else ()
+            yield tuple(flag for flag in flags if flag not in words)
