@@ -12,15 +12,15 @@ from s2_megatron.tools.forecast.fit import SHARE, fitting, peak_gib
 from s2_megatron.tools.launch_line import LaunchLine
 
 
-def gpu_gib() -> float | None:
-    """Memory of this machine's first GPU; None without one."""
+def gpus_here() -> tuple[int, float | None]:
+    """How many GPUs this machine has, and the memory of the first in GiB; None without one."""
     import torch
 
     from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 
     if compute_device().type == "cpu":
-        return None
-    return torch.cuda.get_device_properties(0).total_memory / 2**30
+        return 0, None
+    return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def memory_notes(
@@ -28,11 +28,14 @@ def memory_notes(
 ) -> list[str]:
     """A warning where the run does not fit into its GPUs, with the flags that make it fit. args: validated, with the
     vocabulary. sparsity: None: dense. gib: of a GPU of the training; None: of this machine's."""
-    gib = gib or gpu_gib()
+    gib = gib or gpus_here()[1]
     if gib is None:
         return []
     known = (args.padded_vocab_size or None, sparsity)
-    found = peak_gib(line.flags, args.world_size, *known)
+    try:
+        found = peak_gib(line.flags, args.world_size, *known)
+    except ValueError:  # Megatron has taken the line: it is the forecast that does not know it
+        return []
     if found is None or found <= SHARE * gib:
         return []
     gpus, sharded = args.world_size // line.nodes, args.transformer_impl == "transformer_engine"

@@ -11,7 +11,7 @@ from s2_megatron.megatron.host import cuda_on_cpu
 from s2_megatron.tools import room
 from s2_megatron.tools.forecast import fit
 from s2_megatron.tools.forecast.memory import GIB
-from s2_megatron.tools.hf import checkpoint_model
+from s2_megatron.tools.hf import checkpoint_model, launch_text
 from s2_megatron.tools.hf.weights import Shape
 from s2_megatron.tools.launch_line import parse_launch_line
 
@@ -105,12 +105,21 @@ def test_a_warning_names_the_flags():
     )
     assert notes(f"{LLAMA_8B} --tensor-model-parallel-size=2 {SP} --use-distributed-optimizer") == []
     assert notes(LLAMA_8B, gib=200) == [] and notes(LLAMA_8B, gib=None) == []  # no GPU here
+    assert notes(f"{LLAMA_8B} --tensor-model-parallel-size 3") == []  # of which nothing is known
     (note,) = notes(LLAMA_8B, gib=180)
     assert "the run may run out of memory, for PyTorch reserves more; add" in note
     (note,) = notes(QWEN_32B, "torchrun --nproc-per-node 1")
     assert " on 16 nodes, for fewer do not do (then about " in note
     (note,) = notes(QWEN_32B, gib=1)
     assert note.endswith("no layout that fits is known; take shorter sequences, or larger GPUs")
+
+
+def test_the_gpus_of_this_machine(monkeypatch):
+    assert room.gpus_here() == (0, None) or torch.cuda.is_available()
+    monkeypatch.setattr(cuda_on_cpu, "compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(total_memory=H100 * GIB))
+    assert launch_text.gpus_of(None) == (8, H100) and launch_text.gpus_of("4xA100 40GB") == (4, 39.4)
 
 
 def test_a_disk_for_all_checkpoints(monkeypatch, tmp_path):

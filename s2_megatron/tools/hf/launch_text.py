@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.tools.forecast.fit import fitting
+from s2_megatron.tools.room import gpus_here
 
 TOKENIZER = "HuggingFaceTokenizer"  # Megatron's name of one in a Hugging Face folder
 WIDTH = 110
@@ -88,7 +89,7 @@ class Gpus(NamedTuple):
     """Of each node that trains. count: 0: there are none, and a CPU trains. gib: the memory of one."""
 
     count: int
-    gib: float = 0.0
+    gib: float | None
 
 
 def gpus_of(text: str | None) -> Gpus:
@@ -103,13 +104,7 @@ def gpus_of(text: str | None) -> Gpus:
                 f"--train-on {printable(text)}: expected a number, x and one of {', '.join(NAMED)}; use 8xH100"
             )
         return Gpus(int(count), gib)
-    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
-
-    if compute_device().type == "cpu":
-        return Gpus(0)
-    import torch
-
-    return Gpus(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+    return Gpus(*gpus_here())
 
 
 def plan_flag(output: Path) -> str:
