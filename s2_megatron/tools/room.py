@@ -38,8 +38,8 @@ def memory_notes(
         return []
     if found is None or found <= SHARE * gib:
         return []
-    gpus, sharded = args.world_size // line.nodes, args.transformer_impl == "transformer_engine"
-    layout = fitting(line.flags, gpus, gib, *known, sharded=sharded, nodes=line.nodes)
+    gpus, engine = args.world_size // line.nodes, args.transformer_impl == "transformer_engine"
+    layout = fitting(line.flags, gpus, gib, *known, engine=engine, nodes=line.nodes)
     if layout is None:
         fix = "no layout that fits is known; take shorter sequences, or larger GPUs"
     else:

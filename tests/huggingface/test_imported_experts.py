@@ -131,10 +131,7 @@ def test_as_many_layers_as_there_is_time_for(tools, imported, tmp_path, name):
     assert extent(shape, 2 * (rest + 3 * all_experts)).layers == 3
 
 
-TWO = (
-    "--tensor-model-parallel-size=2 --sequence-parallel --expert-model-parallel-size=2 --expert-tensor-parallel-size=1 "
-    "--moe-token-dispatcher-type=alltoall"
-)
+TWO = "--expert-model-parallel-size=2 --moe-token-dispatcher-type=alltoall"
 
 
 @pytest.mark.parametrize("layout", mostly_slow(("", TWO), ""))

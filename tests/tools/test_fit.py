@@ -11,7 +11,7 @@ from s2_megatron.megatron.host import cuda_on_cpu
 from s2_megatron.tools import room
 from s2_megatron.tools.forecast import fit
 from s2_megatron.tools.forecast.memory import GIB
-from s2_megatron.tools.hf import checkpoint_model, launch_text
+from s2_megatron.tools.hf import checkpoint_model, launch_text, logit_check
 from s2_megatron.tools.hf.weights import Shape
 from s2_megatron.tools.launch_line import parse_launch_line
 
@@ -36,24 +36,26 @@ QWEN_30B_A3B = SHARED + (
 SP = "--sequence-parallel"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1"
-EXPERTS = "--expert-model-parallel-size=8 --expert-tensor-parallel-size=1 --moe-token-dispatcher-type=alltoall"
+EP, ALL_TO_ALL = "--expert-model-parallel-size=8", "--moe-token-dispatcher-type=alltoall"
+EXPERTS = f"{EP} --expert-tensor-parallel-size=1 {ALL_TO_ALL}"
 
 
-@pytest.mark.parametrize("model, length, sharded, nodes, flags", [
+@pytest.mark.parametrize("model, length, engine, nodes, flags", [
     (LLAMA_8B, 8192, True, 1, f"--tensor-model-parallel-size=2 {SP} {OVERLAPPED}"),
-    (LLAMA_8B, 8192, False, 1, f"--tensor-model-parallel-size=4 {SP}"),
+    (LLAMA_8B, 8192, False, 1, "--tensor-model-parallel-size=4"),
+    (QWEN_30B_A3B, 8192, False, 2, f"--pipeline-model-parallel-size=2 {EP} {ALL_TO_ALL} {FULL}"),
     (LLAMA_8B, 32768, True, 1, f"--tensor-model-parallel-size=4 {SP} {OVERLAPPED}"),
     (QWEN_32B, 8192, True, 1, f"--tensor-model-parallel-size=8 {SP} --use-distributed-optimizer {FULL}"),
     (QWEN_32B, 32768, True, 2, f"--tensor-model-parallel-size=8 {SP} {OVERLAPPED} {FULL}"),
     (QWEN_30B_A3B, 8192, True, 1, f"--tensor-model-parallel-size=4 {SP} {EXPERTS} {OVERLAPPED} {FULL}"),
     (QWEN_30B_A3B, 32768, True, 2, f"--tensor-model-parallel-size=2 {SP} {EXPERTS} {OVERLAPPED} {FULL}"),
 ])  # fmt: skip
-def test_the_first_layout_that_fits(model, length, sharded, nodes, flags):
+def test_the_first_layout_that_fits(model, length, engine, nodes, flags):
     words = [*model.split(), f"--seq-length={length}"]
-    found = fit.fitting(words, 8, H100, sharded=sharded)
+    found = fit.fitting(words, 8, H100, engine=engine)
     assert " ".join(found.flags) == flags and found.nodes == nodes
     assert found.gib <= fit.SHARE * H100 and found.gib == fit.peak_gib([*words, *flags.split()], 8 * nodes)
-    assert fit.fitting([*words, *flags.split()], 8, H100, sharded=sharded, nodes=nodes).flags == ()
+    assert fit.fitting([*words, *flags.split()], 8, H100, engine=engine, nodes=nodes).flags == ()
 
 
 @pytest.mark.parametrize("layout, gpus", [
@@ -86,7 +88,7 @@ def test_weights_and_optimizer_of_experts_are_megatrons_count(layout, gpus):
 def test_what_cannot_be_counted_is_not_guessed():
     words = [*LLAMA_8B.split(), "--seq-length=8192"]
     assert fit.peak_gib([*words, "--use-megatron-fsdp"], 8) is None
-    assert fit.fitting([*words, "--multi-latent-attention"], 8, H100, sharded=True) is None
+    assert fit.fitting([*words, "--multi-latent-attention"], 8, H100, engine=True) is None
     assert fit.peak_gib([word for word in words if not word.startswith("--vocab")], 8) is None
     assert fit.peak_gib([*words, "--hybrid-layer-pattern=*E*E"], 8) is None
 
@@ -158,6 +160,9 @@ def test_a_model_for_which_one_gpu_is_too_small(monkeypatch, tmp_path):
     checkpoint_model._require_room(tmp_path, qwen, torch.bfloat16)
     with pytest.raises(ValueError, match=r"take 131\.4 GiB in bfloat16, and its GPU has 80\.0 GiB free; .*263 GiB in"):
         checkpoint_model._require_room(tmp_path, llama, torch.bfloat16)
+    monkeypatch.setattr(checkpoint_model, "free_bytes", lambda device: (4 if device.type == "cuda" else 999) * GIB)
+    said = logit_check.compare_logits(tmp_path, {}, tmp_path, qwen, [], None)
+    assert said == "not compared with transformers: one layer of the model takes too much (memory) here"
     monkeypatch.setattr(cuda_on_cpu, "compute_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(checkpoint_model, "free_bytes", lambda device: 100 * GIB)
     with pytest.raises(

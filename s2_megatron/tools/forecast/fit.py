@@ -83,15 +83,16 @@ def _with_experts(run: TrainingRun, args: argparse.Namespace) -> float:
 
 def fitting(
     words: Sequence[str], gpus: int, gib: float, vocabulary: int | None = None,
-    sparsity: ResolvedSparsity | None = None, *, sharded: bool, nodes: int = 1,
+    sparsity: ResolvedSparsity | None = None, *, engine: bool, nodes: int = 1,
 ) -> Layout | None:  # fmt: skip
     """The first layout with which a launch line fits; None where none does, or nothing can be counted.
 
-    words, vocabulary, sparsity: as of peak_gib. gpus: of a node. gib: of a GPU. sharded: whether this Megatron has a
-    distributed optimizer. nodes: at least so many.
+    words, vocabulary, sparsity: as of peak_gib. gpus: of a node. gib: of a GPU. engine: whether Transformer Engine is
+    there; without it Megatron resumes no distributed optimizer, and has no norms for sequence parallelism. nodes: at
+    least so many.
     """
     while nodes <= MOST_NODES:
-        for flags in _layouts(words, gpus, nodes, sharded):
+        for flags in _layouts(words, gpus, nodes, engine):
             try:
                 found = peak_gib([*words, *flags], gpus * nodes, vocabulary, sparsity)
             except ValueError:  # heads, layers or experts that so many ranks cannot share
@@ -104,7 +105,7 @@ def fitting(
     return None
 
 
-def _layouts(words: Sequence[str], gpus: int, nodes: int, sharded: bool) -> Iterator[tuple[str, ...]]:
+def _layouts(words: Sequence[str], gpus: int, nodes: int, engine: bool) -> Iterator[tuple[str, ...]]:
     """Flags to add to a line, the faster layouts first."""
     args = read_flags(words)
     heads, groups = args.num_attention_heads, args.num_query_groups if args.group_query_attention else None
@@ -114,8 +115,10 @@ def _layouts(words: Sequence[str], gpus: int, nodes: int, sharded: bool) -> Iter
             model = tensor * stages * context
             if gpus % tensor or (gpus * nodes) % model or (groups or heads) % tensor:
                 continue
+            if tensor > 1 and args.num_experts is not None and not engine:  # which Megatron takes with SP alone
+                continue
             flags = [f"--tensor-model-parallel-size={tensor}"] * (tensor != args.tensor_model_parallel_size)
-            flags += ["--sequence-parallel"] * (tensor > 1 and not args.sequence_parallel)
+            flags += ["--sequence-parallel"] * (tensor > 1 and engine and not args.sequence_parallel)
             flags += [f"--pipeline-model-parallel-size={stages}"] * (stages != args.pipeline_model_parallel_size)
             if args.num_experts is not None:
                 ranks = math.gcd(gpus, args.num_experts)
@@ -123,7 +126,7 @@ def _layouts(words: Sequence[str], gpus: int, nodes: int, sharded: bool) -> Iter
                     flags += [f"--expert-model-parallel-size={ranks}"] * (ranks != args.expert_model_parallel_size)
                     flags += ["--expert-tensor-parallel-size=1"] * (tensor > 1)
                     flags += ["--moe-token-dispatcher-type=alltoall"]
-            if sharded and gpus * nodes > 1:
+            if engine and gpus * nodes > 1:
                 flags += [SHARDED] * (not args.use_distributed_optimizer)
                 flags += [each for each in OVERLAPPED if gpus * nodes > model]
             flags += RECOMPUTED if recomputed and args.recompute_granularity != "full" else ()

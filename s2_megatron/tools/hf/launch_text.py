@@ -141,9 +141,8 @@ def layout_of(words: list[str], vocabulary: int, gpus: Gpus) -> tuple[list[str],
     padded."""
     if not gpus.count:
         return [], ""
-    # By Megatron a distributed optimizer cannot be resumed without Transformer Engine or Apex.
-    sharded = find_spec("transformer_engine") is not None
-    found = fitting(words, gpus.count, gpus.gib, vocabulary, sharded=sharded)
+    engine = find_spec("transformer_engine") is not None
+    found = fitting(words, gpus.count, gpus.gib, vocabulary, engine=engine)
     if found is None:
         return [], (
             f"note: no layout is known with which the training fits into {gpus.count} GPUs of {gpus.gib:.0f} GiB a "
