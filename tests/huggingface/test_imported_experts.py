@@ -144,7 +144,7 @@ def test_it_trains(tools, imported, tmp_path, layout):
 
     def losses(name, **settings):
         given = (
-            "--train-iters=2 --seq-length=64 --global-batch-size=1 --lr-warmup-iters=0 --eval-iters=0 "
+            "--train-iters=2 --seq-length=64 --global-batch-size=2 --lr-warmup-iters=0 --eval-iters=0 "
             f"--save-interval=2 --save={tmp_path}/{name}"
         )
         environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
