@@ -66,19 +66,23 @@ def _require_room(folder: Path, shape: Shape, dtype: torch.dtype) -> None:
     """Raises ValueError for weights that this process cannot hold."""
     from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 
-    device = compute_device()
-    count = sum(math.prod(size) for size in megatron_shapes(shape, stacked=shape.stacked).values())
-    free, gib = free_bytes(device), 2**30
-    if count * dtype.itemsize < free:
+    device, gib = compute_device(), 2**30
+    sizes = {name: math.prod(size) for name, size in megatron_shapes(shape, stacked=shape.stacked).items()}
+    # Megatron's loading joins the halves of SwiGLU's matrices beside the model; what a GPU has no room for, on the CPU.
+    joined = sum(count for name, count in sizes.items() if name.endswith("linear_fc1.weight"))
+    count, free = sum(sizes.values()), free_bytes(device)
+    needed = count * dtype.itemsize / gib
+    where, fix, loading = "its GPU", "take one with more memory", ""
+    if device.type == "cpu":
+        where, more = "this machine", joined * dtype.itemsize / gib
+        needed, loading = needed + more, f" with {more:.1f} while they are loaded"
+    else:
+        fix += f", or the CPU, with CUDA_VISIBLE_DEVICES= before the command ({4 * (count + joined) / gib:.0f} GiB in fp32)"
+    if needed * gib < free:
         return
-    where, fix = "this machine", "take one with more memory"
-    if device.type == "cuda":
-        where = "its GPU"
-        fix += f", or the CPU, with CUDA_VISIBLE_DEVICES= before the command ({4 * count / gib:.0f} GiB in fp32)"
-    needed = f"{count * dtype.itemsize / gib:.1f} GiB in {str(dtype).removeprefix('torch.')}"
     raise ValueError(
-        f"--load {folder}: the weights take {needed}, and {where} has {free / gib:.1f} GiB free; expected room for all "
-        f"of them, for this command is one process; {fix}"
+        f"--load {folder}: the weights take {needed:.1f} GiB in {str(dtype).removeprefix('torch.')}{loading}, and "
+        f"{where} has {free / gib:.1f} free; expected room for all of them, for this command is one process; {fix}"
     )
 
 
