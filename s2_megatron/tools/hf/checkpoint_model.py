@@ -77,7 +77,8 @@ def _require_room(folder: Path, shape: Shape, dtype: torch.dtype) -> None:
         where, more = "this machine", joined * dtype.itemsize / gib
         needed, loading = needed + more, f" with {more:.1f} while they are loaded"
     else:
-        fix += f", or the CPU, with CUDA_VISIBLE_DEVICES= before the command ({4 * (count + joined) / gib:.0f} GiB in fp32)"
+        on_cpu = 4 * (count + joined) / gib
+        fix += f", or the CPU, with CUDA_VISIBLE_DEVICES= before the command ({on_cpu:.0f} GiB in fp32)"
     if needed * gib < free:
         return
     raise ValueError(
