@@ -14,6 +14,7 @@ import pytest
 from examples.quickstart.launch import MODEL, model_flags
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.megatron.records.status import write_status
+from s2_megatron.tools.hf.launch_text import MOCK, TRAINING, launch_script
 from tests.processes import free_port
 from tests.slurm_stand_ins import ROOT, SHOW, cluster, log, options, probe, shown, submit
 
@@ -98,6 +99,33 @@ def test_every_node_starts_torchrun_with_its_rank(cluster, script):
         assert value["--exit-duration-in-mins"] == str(24 * 60 - 10) and value["--save"] == str(
             cluster[0] / "a run/checkpoints"
         )
+
+
+@pytest.mark.parametrize("plan", [[], ["--s2-config", "configs/s2_7b_mixed.yaml"]], ids=["dense", "sparse"])
+def test_the_script_of_an_imported_model(cluster, plan):
+    """import-hf's train.sh starts on every node, as the launchers do; the logs lie beside the folder of --save."""
+    folder, save = cluster[0] / "mcore", cluster[0] / "a run" / "run"
+    folder.mkdir()
+    own = [f"--load={folder}", "--finetune", f"--save={folder}-trained", MOCK]
+    words = ["torchrun", "--nproc-per-node=4", TRAINING, *own, "--num-layers=2"]
+    (folder / "train.sh").write_text(launch_script(folder, words, ["--sequence-parallel"]))
+    python = cluster[0] / "bin" / "python"
+    finished = f"""mkdir -p "{save}"; echo ' "state": "finished",' > "{save}/run_status.json\""""
+    python.write_text(f'#!/bin/bash\nprintf \'%s\\n\' "$0" "$@"\n{finished}\n')
+    python.chmod(0o755)
+    given = (folder / "train.sh", *plan, "--data-path", "x", "--save", save)
+    dry = submit(cluster, *given, DRY_RUN="1", PYTHON=str(python))
+    assert dry.returncode == 0 and not save.exists(), dry.stderr
+    done = submit(cluster, *given, PYTHON=str(python))
+    assert done.returncode == 0 and "has finished" in done.stdout, done.stderr
+    for rank, line in enumerate(dry.stdout.splitlines()[2::2]):
+        started = log(cluster, rank).read_text().splitlines()
+        assert ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1", *started] == shlex.split(line)
+        value = dict(pairwise(started))
+        meeting = ["4", str(rank), "gpu07", str(15000 + 123456 % 17000)]
+        assert [value[flag] for flag in RENDEZVOUS[:4]] == meeting and "--nproc-per-node=8" in started
+        assert {f"{ROOT}/pretrain_gpt_s2.py", "--sequence-parallel", f"--load={folder}", "--finetune"} <= set(started)
+        assert value["--exit-duration-in-mins"] == str(24 * 60 - 10) and started[-4:] == list(map(str, given[-4:]))
 
 
 def test_a_dry_run_needs_no_slurm(cluster):

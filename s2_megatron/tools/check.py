@@ -16,7 +16,6 @@ import contextlib
 import io
 import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,10 +28,12 @@ from s2_megatron.config.load import load_config
 from s2_megatron.megatron.errors import CONNECTIONS
 from s2_megatron.megatron.sparsity import FROM_FLAGS
 from s2_megatron.printing import held
+from s2_megatron.tools.forecast.tables import NAMED, memory_gib
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.outputs import console
 from s2_megatron.tools.progress import working
 from s2_megatron.tools.repair import ADDED, DROPPED, RENAMED, named, repaired
+from s2_megatron.tools.room import disk_notes, memory_notes
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
@@ -51,10 +52,11 @@ class Checked(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "s2-megatron check [-h] [--here] [--record] [--s2-traceback] -- LAUNCH LINE"
+    parser.usage = "s2-megatron check [-h] [--here] [--gpu GPU] [--record] [--s2-traceback] -- LAUNCH LINE"
     parser.add_argument(
         "--here", action="store_true", help="the line has to start on this machine, though it has no GPU"
     )
+    parser.add_argument("--gpu", help="its memory is forecast for this one, e.g. H100 (default: this machine's)")
     parser.add_argument(
         "--record", action="store_true", help="write a refusal into run_status.json in the folder of --save"
     )
@@ -85,8 +87,8 @@ class Stage(NamedTuple):
 class _Check:
     """One look at a launch line, in this process: it sets sys.argv and the environment."""
 
-    def __init__(self, here: bool):
-        self.here, self.elsewhere, self.run = here, False, None
+    def __init__(self, here: bool, gpu_gib: float | None):
+        self.here, self.gpu_gib, self.elsewhere, self.run = here, gpu_gib, False, None
         self.notes: list[str] = []
 
     def all_stages(self, line: LaunchLine) -> list[tuple[str, str, BaseException]]:
@@ -203,7 +205,7 @@ class _Check:
         if not (self.elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
             pretrain_cfg_container_from_args(args, model_config)
         self.notes += [NO_CONFIG] if self.run is None else plan_warnings(self.run.sparsity)
-        self.notes += _space_notes(args)
+        self.notes += disk_notes(args) + memory_notes(self.line, args, self.run and self.run.sparsity, self.gpu_gib)
 
     def schedule(self, resumed: dict | None) -> None:
         from megatron.core import num_microbatches_calculator as batches
@@ -248,15 +250,16 @@ class Mistakes(ValueError):
         super().__init__("\n".join(texts))
 
 
-def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
+def check_line(line: LaunchLine, *, here: bool = False, gpu_gib: float | None = None) -> Checked:
     """Everything that a start of this line checks, and its tokenizer. here: the line has to start on this machine.
-    Raises Mistakes; SystemExit where the line asks for --help."""
+    gpu_gib: memory of a GPU of the training; None: of this machine's. Raises Mistakes; SystemExit where the line asks
+    for --help."""
     texts: list[str] = []
     first: BaseException | None = None
     touched: set[str] = set()  # flags of mistakes that were found, and of what was done about them
     done: dict[str, set[str]] = {stage: set() for stage in STAGES}  # what was done to the line
     for _ in range(MOST_ROUNDS):
-        check = _Check(here)
+        check = _Check(here, gpu_gib)
         errors = check.all_stages(line)
         if not errors and not texts:
             return Checked(check.args, check.run, check.notes)
@@ -279,33 +282,6 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
             break
         line = replace(line, flags=flags)
     raise Mistakes(texts) from first
-
-
-def _space_notes(args: argparse.Namespace) -> list[str]:
-    """A warning where --save's disk has no room for one more checkpoint: weights, and Adam's moments and fp32 copy of
-    16-bit weights unless --no-save-optim; by Megatron's count of parameters. args: validated, with the vocabulary."""
-    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-
-    from s2_megatron.megatron.host.paths import existing, is_remote
-
-    if args.save is None or is_remote(args.save) or not args.padded_vocab_size:
-        return []
-    sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "data")
-    one = dict.fromkeys((f"{kind}_parallel_size" for kind in sizes), 1) | {"world_size": 1}
-    whole = argparse.Namespace(**vars(args) | one | {"use_distributed_optimizer": False})
-    try:
-        parameters = compute_weight_and_optimizer_memory(whole) / 18  # its bytes for each
-    except (AssertionError, ArithmeticError, TypeError):  # a model that it cannot count
-        return []
-    half = args.bf16 or args.fp16
-    needed = parameters * ((2 if half else 4) + (0 if args.no_save_optim else 12 if half else 8))
-    free = shutil.disk_usage(existing(Path(args.save).absolute())).free
-    if free >= needed:
-        return []
-    return [
-        f"WARNING: --save={printable(args.save, 200)} has {free / 1e9:,.2f} GB free, and one checkpoint takes about "
-        f"{needed / 1e9:,.2f} GB; free some, or name another folder"
-    ]
 
 
 def _check_tokenizer(args: argparse.Namespace) -> list[str]:
@@ -351,9 +327,12 @@ def run(args: argparse.Namespace) -> int:
             f"--nproc-per-node 8 {SCRIPT} --num-layers 32 ..."
         )
     line = parse_launch_line(launch_words(args.launch_line))
+    gib = None if args.gpu is None else memory_gib(args.gpu)
+    if args.gpu is not None and gib is None:
+        raise ValueError(f"--gpu {printable(args.gpu)}: its memory is not known; expected one of {', '.join(NAMED)}")
     try:
         with working("checking the launch line"):
-            checked = check_line(line, here=args.here)
+            checked = check_line(line, here=args.here, gpu_gib=gib)
     except SystemExit:  # --help
         return 0
     except Mistakes as mistakes:

@@ -131,24 +131,35 @@ def test_as_many_layers_as_there_is_time_for(tools, imported, tmp_path, name):
     assert extent(shape, 2 * (rest + 3 * all_experts)).layers == 3
 
 
-def test_it_trains(tools, imported, tmp_path):
-    """By its own script, of which `check` finds nothing wrong; what it saves leaves again."""
+TWO = "--expert-model-parallel-size=2 --moe-token-dispatcher-type=alltoall"
+
+
+@pytest.mark.parametrize("layout", mostly_slow(("", TWO), ""))
+def test_it_trains(tools, imported, tmp_path, layout):
+    """By its own script, of which `check` finds nothing wrong; what it saves leaves again. Two processes share the
+    checkpoint, which was written as one: they have the same losses."""
     _, checkpoint, out, _ = imported("qwen3_moe, some layers")
     assert "'--moe-layer-freq=[0,0,0,1]'" in out and "--moe-router-pre-softmax" in out
     assert "nothing wrong found" in tools("check", "--", *launch_line(out))[0]
-    given = (
-        "--train-iters=2 --seq-length=64 --global-batch-size=1 --lr-warmup-iters=0 --eval-iters=0 --save-interval=2 "
-        f"--save={tmp_path}/run"
-    )
-    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [checkpoint / "train.sh", *given.split()], env=environment | {"PYTHON": sys.executable}, cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"iteration +\d/ +2 .*? lm loss: (\S+)", done.stdout)]
-    assert len(losses) == 2 and all(4 < loss < 9 for loss in losses)  # of random weights as large as these
-    tools("export-hf", "--load", tmp_path / "run", "--output", tmp_path / "again", "--stock")
+
+    def losses(name, **settings):
+        given = (
+            "--train-iters=2 --seq-length=64 --global-batch-size=2 --lr-warmup-iters=0 --eval-iters=0 "
+            f"--save-interval=2 --save={tmp_path}/{name}"
+        )
+        environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [checkpoint / "train.sh", *given.split()], env=environment | {"PYTHON": sys.executable} | settings,
+            cwd=ROOT, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return [float(loss) for loss in re.findall(r"iteration +\d/ +2 .*? lm loss: (\S+)", done.stdout)]
+
+    alone = losses("run")
+    assert len(alone) == 2 and all(4 < loss < 9 for loss in alone)  # of random weights as large as these
+    if layout:
+        assert losses("two", LAYOUT=layout, GPUS_PER_NODE="2") == pytest.approx(alone, rel=1e-5)
+    tools("export-hf", "--load", tmp_path / ("two" if layout else "run"), "--output", tmp_path / "again", "--stock")
     assert stock_checkpoints.written_config(tmp_path / "again")["model_type"] == "qwen3_moe"
 
 

@@ -138,31 +138,76 @@ def test_the_script_is_the_launch_line(tools, llama, tmp_path):
     (python := tmp_path / "python").write_text('#!/bin/sh\necho "$CUDA_DEVICE_MAX_CONNECTIONS"; printf "%s\\n" "$@"\n')
     python.chmod(0o755)
 
-    def words(*given, cwd=ROOT):
+    def words(*given, cwd=ROOT, **settings):
         environment = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
-        environment |= {"PYTHON": str(python)}
+        environment |= {"PYTHON": str(python), "PREFLIGHT": "0"} | settings
         return subprocess.run([moved / "train.sh", *given], env=environment, cwd=cwd, capture_output=True, text=True)
 
-    start = ["1", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "pretrain_gpt_s2.py"]
+    start = ["1", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", f"{ROOT}/pretrain_gpt_s2.py"]
     line = line[line.index("pretrain_gpt_s2.py") + 1 :]
     weights, save = [f"--load={tmp_path}/mcore", "--finetune"], f"--save={tmp_path}/mcore-trained"
     flags = [word for word in line if word not in (*weights, save, "--mock-data")]
     assert len(flags) == len(line) - 4
-    weights, save = [f"--load={moved}", "--finetune"], f"--save={moved}-trained"
-    assert words("--lr=1").stdout.splitlines() == [*start, *flags, *weights, save, "--mock-data", "--lr=1"]
+    weights, save = [f"--load={moved}", "--finetune"], ["--save", f"{moved}-trained"]
+    assert words("--lr=1").stdout.splitlines() == [*start, *flags, *weights, *save, "--mock-data", "--lr=1"]
     for data in (
         ["--data-path", "a b"], ["--data-path=x"], ["--mock-data"], ["--train-data-path", "x"],
         ["--per-split-data-args-path=x"],
     ):  # fmt: skip
-        assert words(*data).stdout.splitlines() == [*start, *flags, *weights, save, *data]
+        assert words(*data).stdout.splitlines() == [*start, *flags, *weights, *save, *data]
     own = ["--load", "x", "--mock-data"]
-    assert words(*own).stdout.splitlines() == [*start, *flags, save, *own]
+    assert words(*own).stdout.splitlines() == [*start, *flags, *save, *own]
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "latest_checkpointed_iteration.txt").write_text("3")
     for given in ([f"--save={tmp_path}/begun"], ["--save", f"{tmp_path}/begun"]):
         done = words(*given)
         assert done.stderr == f"train.sh: goes on from {tmp_path}/begun\n"
-        assert done.stdout.splitlines() == [*start, *flags, f"--load={tmp_path}/begun", save, "--mock-data", *given]
+        assert done.stdout.splitlines() == [*start, *flags, f"--load={tmp_path}/begun", "--mock-data", *given]
+    given = words("--lr=1", LAYOUT="--tensor-model-parallel-size=2 --sequence-parallel", GPUS_PER_NODE="2").stdout
+    layout = ["--tensor-model-parallel-size=2", "--sequence-parallel"]
+    start[4] = "--nproc-per-node=2"
+    assert given.splitlines() == [*start, *flags, *layout, *weights, *save, "--mock-data", "--lr=1"]
+    nodes = dict(NNODES="2", NODE_RANK="1", MASTER_ADDR="gpu07", MASTER_PORT="4242")
+    start[3:5] = [
+        "--nnodes", "2", "--node-rank", "1", "--master-addr", "gpu07", "--master-port", "4242", "--nproc-per-node=1",
+    ]  # fmt: skip
+    given = words("--lr=1", DRY_RUN="1", **nodes).stdout.splitlines()
+    assert given[:3] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1", str(python)] and given[3:-1] == [
+        *start[1:], *flags, *weights, *save, "--mock-data",
+    ]  # fmt: skip
+    first = words(PREFLIGHT="1").stdout.splitlines()  # the check's output is not shown; then the run itself
+    assert first.count("torch.distributed.run") == 1
+    for settings, said in (
+        (dict(NNODES="2"), "NODE_RANK is not set"), (nodes | dict(NODE_RANK="2"), "NODE_RANK=2; expected 0 to 1"),
+        (dict(NNODES="0"), "NNODES=0; expected a number"), (dict(GPUS_PER_NODE="x"), "GPUS_PER_NODE=x; expected"),
+    ):  # fmt: skip
+        done = words(**settings)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: train.sh: {said}") and not done.stdout
     done = words(cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: train.sh: no pretrain_gpt_s2.py in") and done.stderr.count("\n") == 1
+
+
+def test_a_model_that_takes_several_gpus(tools, llama, tmp_path):
+    """train.sh spreads it over GPUs as large as is said, and `check` names the same flags for a line without them."""
+    gpus = {"s2_megatron.tools.forecast.tables:MEMORY_GIB": {"h100": 0.157}}
+    arguments = ("import-hf", "--input", llama, "--no-logit-check", "--output")
+    out, _ = tools(*arguments, tmp_path / "mcore", "--train-on", "8xH100", **gpus)
+    layout = ["--tensor-model-parallel-size=2"]
+    line = launch_line(out)
+    assert "its training on 8192 tokens takes about 0 of 0 GiB a GPU\n" in out and line[-1:] == layout
+    assert {"--nproc-per-node=8", "--bf16", "--global-batch-size=64"} <= set(line)
+    assert f'read -ra layout <<< "${{LAYOUT-{" ".join(layout)}}}"' in (tmp_path / "mcore" / "train.sh").read_text()
+    out, errors = tools("check", "--gpu", "H100", "--", *line, **gpus)
+    assert "8 processes (tensor 2, data 4)" in out and "warning" not in errors
+    _, errors = tools("check", "--gpu", "H100", "--", *line[:-1], **gpus)
+    assert "warning: the fullest GPU needs about 0 GiB and has 0: the run runs out of memory; add --tensor" in errors
+    assert f"add {' '.join(layout)} (then about 0 GiB)" in errors
+    small = {"s2_megatron.tools.forecast.tables:MEMORY_GIB": {"h100": 0.01}}
+    out, _ = tools(*arguments, tmp_path / "none", "--train-on", "8xH100", **small)
+    assert "note: no layout is known with which the training fits into 8 GPUs" in out
+    for given in ("8xB100", "H100", "0xH100", "8"):
+        assert f"--train-on {given}: expected a number" in tools.refused(
+            *arguments, tmp_path / "x", "--train-on", given
+        )
+    assert "--gpu B100: its memory is not known" in tools.refused("check", "--gpu", "B100", "--", *line)

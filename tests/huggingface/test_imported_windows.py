@@ -165,8 +165,8 @@ def test_the_script_gives_the_plan(tools, imported, tmp_path):
     moved.mkdir()
     (moved / "train.sh").write_bytes((folder / "out" / "train.sh").read_bytes())
     done = subprocess.run(
-        ["bash", moved / "train.sh", "--s2-config=mine.yaml"], env={"PYTHON": str(python), "PATH": "/usr/bin:/bin"},
-        cwd=ROOT, capture_output=True, text=True,
+        ["bash", moved / "train.sh", "--s2-config=mine.yaml"], cwd=ROOT,
+        env={"PYTHON": str(python), "PATH": "/usr/bin:/bin", "PREFLIGHT": "0"}, capture_output=True, text=True,
     )  # fmt: skip
     given = [word for word in done.stdout.splitlines() if word.startswith("--s2-config")]
     assert given == [f"--s2-config={moved}/windows.yaml", "--s2-config=mine.yaml"]

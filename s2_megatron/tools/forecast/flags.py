@@ -123,6 +123,8 @@ FLAGS: dict[str, tuple[object, dict]] = {
     "--sequence-parallel": (False, _switch),
     "--context-parallel-size": (1, _whole),
     "--pipeline-model-parallel-size": (1, _whole),
+    "--expert-model-parallel-size": (1, _whole),
+    "--expert-tensor-parallel-size": (None, _whole),
     "--num-layers-per-virtual-pipeline-stage": (None, _whole),
     "--num-virtual-stages-per-pipeline-rank": (None, _whole),
     "--cp-comm-type": (["p2p"], dict(nargs="+")),

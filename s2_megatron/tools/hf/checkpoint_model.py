@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import sys
 import warnings
@@ -20,7 +21,7 @@ from s2_megatron.megatron.checkpoints.translation import pattern_of
 from s2_megatron.printing import held
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
-from s2_megatron.tools.hf.weights import stored_name
+from s2_megatron.tools.hf.weights import Shape, megatron_shapes, stored_name
 
 
 @contextlib.contextmanager
@@ -53,6 +54,39 @@ def checkpoint_arguments(folder: Path) -> Namespace:
     return trained
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that a GPU, or this machine, can give now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _require_room(folder: Path, shape: Shape, dtype: torch.dtype) -> None:
+    """Raises ValueError for weights that this process cannot hold."""
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
+
+    device, gib = compute_device(), 2**30
+    sizes = {name: math.prod(size) for name, size in megatron_shapes(shape, stacked=shape.stacked).items()}
+    # Megatron's loading joins the halves of SwiGLU's matrices beside the model; what a GPU has no room for, on the CPU.
+    joined = sum(count for name, count in sizes.items() if name.endswith("linear_fc1.weight"))
+    count, free = sum(sizes.values()), free_bytes(device)
+    needed = count * dtype.itemsize / gib
+    where, fix, loading = "its GPU", "take one with more memory", ""
+    if device.type == "cpu":
+        where, more = "this machine", joined * dtype.itemsize / gib
+        needed, loading = needed + more, f" with {more:.1f} while they are loaded"
+    else:
+        on_cpu = 4 * (count + joined) / gib
+        fix += f", or the CPU, with CUDA_VISIBLE_DEVICES= before the command ({on_cpu:.0f} GiB in fp32)"
+    if needed * gib < free:
+        return
+    raise ValueError(
+        f"--load {folder}: the weights take {needed:.1f} GiB in {str(dtype).removeprefix('torch.')}{loading}, and "
+        f"{where} has {free / gib:.1f} free; expected room for all of them, for this command is one process; {fix}"
+    )
+
+
 class LoadedModel(NamedTuple):
     """A GPTModel or HybridModel in evaluation mode, what it was trained with, and its sparsity."""
 
@@ -69,10 +103,11 @@ def load_model(
 
     s2_config: the YAML, needed for block masks, else compared. dense_core: what computes dense layers, as
     --s2-dense-core. Once a process. Raises ValueError for a model that is not Llama- or Qwen-shaped, with or
-    without experts of a softmax router.
+    without experts of a softmax router, and for one that has no room here.
     """
     trained = checkpoint_arguments(folder)
     shape = shape_of_arguments(trained, f"--load {folder}", None)
+    _require_room(folder, shape, dtype)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
     flags = megatron_flags(hf_config(trained, shape, sparsity, "float32"), shape)
     if pattern_of(trained) is not None:

@@ -30,9 +30,11 @@ from s2_megatron.tools.hf.launch_text import (
     PLAN,
     SCRIPT,
     TOKENIZER,
-    launch_here,
+    gpus_of,
     launch_script,
     launch_text,
+    launch_words,
+    layout_of,
     plan_flag,
 )
 from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
@@ -57,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as in Megatron, times the tensor-parallel size of the training (default: 128)",
     )  # fmt: skip
     parser.add_argument(
+        "--train-on", metavar="8xH100",
+        help="the GPUs of each node that trains, which train.sh is written for (default: this machine's)",
+    )  # fmt: skip
+    parser.add_argument(
         "--no-logit-check", action="store_true",
         help="do not compare the logits of the imported model with those of transformers",
     )  # fmt: skip
@@ -70,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if divisor < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {divisor}: expected 1 or more, e.g. 128")
     refuse_existing(args.output, "--output")
+    gpus = gpus_of(args.train_on)
     where = f"--input {args.input}"
     given = _config(args.input)
     content = config_as_read(given, where)
@@ -97,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     flags = megatron_flags(content, shape)
     stored = _stored_arguments(args.input, content, shape, sparsity, flags)
     own_plan = [] if plan is None else [plan_flag(args.output)]
-    words = launch_here(args.output, flags + own_plan, stored, shape.vocab_size)
+    words = launch_words(args.output, flags + own_plan, stored, shape.vocab_size, gpus.count)
+    layout, fit = layout_of(words, shape.padded_vocab_size, gpus)
     needed = (
         sum(math.prod(size) for size in megatron_shapes(shape, stacked=shape.stacked).values())
         * _dtype(weights).itemsize
@@ -109,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         writer.add_object("common_state/shard_0_1", [{"args": stored, "checkpoint_version": 3.0, "iteration": 0}])
         writer.finish()
         (work / "latest_checkpointed_iteration.txt").write_text("release")
-        (work / SCRIPT).write_text(launch_script(args.output, words))
+        (work / SCRIPT).write_text(launch_script(args.output, words, layout))
         (work / SCRIPT).chmod(0o755)
         if plan is not None:
             (work / PLAN).write_text(plan_text(plan))
@@ -122,7 +130,9 @@ def run(args: argparse.Namespace) -> int:
             checked = compare_logits(args.input, content, work / "release", shape, flags, sparsity)
     size = sum(path.stat().st_size for path in (args.output / "release").iterdir())
     print(f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB; {checked}")
-    print(launch_text(args.output, words, sparse=sparsity is not None))
+    if fit:
+        print(fit)
+    print(launch_text(args.output, [*words, *layout], sparse=sparsity is not None))
     return 0
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+from s2_megatron.config.errors import printable
+from s2_megatron.tools.forecast.fit import fitting
+from s2_megatron.tools.room import gpus_here
 
 TOKENIZER = "HuggingFaceTokenizer"  # Megatron's name of one in a Hugging Face folder
 WIDTH = 110
 SCRIPT = "train.sh"  # in the folder that import-hf makes
 PLAN = "windows.yaml"  # beside it, for a model whose layers have windows
 TRAINING, MOCK = "pretrain_gpt_s2.py", "--mock-data"
-SEQ_LENGTH = 4096  # or less, where the model was not trained so far
+SEQ_LENGTH = 8192  # or less, where the model was not trained so far
 WITHOUT_TRANSFORMER_ENGINE = (
     "--transformer-impl=local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion"
@@ -23,14 +29,29 @@ _SCRIPT = """\
 # Trains the model beside this file on; s2-megatron import-hf made it. Start it where pretrain_gpt_s2.py lies. The flags
 # that it is given are added, and the last of equal ones counts:
 #   train.sh --data-path PREFIX --split 99,1,0 --s2-config chosen.yaml --save runs/sparse
-# The same command again goes on from the newest checkpoint in --save.
+# The same command again goes on from the newest checkpoint in --save. Settings, as of examples/launch.sh: PYTHON,
+# GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (start it on every node; slurm/pretrain.sbatch does so),
+# PREFLIGHT=0, DRY_RUN=1; and
+#   LAYOUT   Megatron's flags in place of those that spread this model over GPUs ("": each GPU gets a whole copy)
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [[ ! -f pretrain_gpt_s2.py ]]; then
+if [[ ! -f pretrain_gpt_s2.py || ! -f examples/checks.sh ]]; then
     echo "error: train.sh: no pretrain_gpt_s2.py in $PWD; expected the checkout of s2-megatron; cd there first" >&2
     exit 2
 fi
-data=(--mock-data) load= save=$here-trained before=
+source examples/checks.sh
+require_count GPUS_PER_NODE 8
+require_count NNODES 4
+nodes=(--standalone)
+if [[ ${NNODES:-1} != 1 ]]; then
+    require NODE_RANK "number the nodes from 0 to $((NNODES - 1))"
+    is_number "$NODE_RANK" 0 $((NNODES - 1)) || fail "NODE_RANK=$NODE_RANK; expected 0 to $((NNODES - 1)); correct it"
+    require MASTER_ADDR "give the address of node 0"
+    nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
+           --master-port "${MASTER_PORT:-29500}")
+fi
+read -ra layout <<< "${LAYOUT-@LAYOUT@}"
+data=(--mock-data) load= save= before=
 for flag in "$@"; do
     case $flag in
         --*data-path | --*data-path=* | --*data-args-path | --*data-args-path=* | --mock-data) data=() ;;
@@ -40,6 +61,8 @@ for flag in "$@"; do
     if [[ $before == --save ]]; then save=$flag; fi
     before=$flag
 done
+output=()
+if [[ -z $save ]]; then save=$here-trained output=(--save "$save"); fi
 weights=(--load="$here" --finetune)
 if [[ -n $load ]]; then
     weights=()
@@ -49,6 +72,39 @@ elif [[ -f $save/latest_checkpointed_iteration.txt ]]; then
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 """
+_START = """\
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+    if [[ ${PREFLIGHT:-1} == 1 ]]; then "$PYTHON" -m s2_megatron check -- "${command[@]}" >&2 || exit; fi
+    printf '%s\\n' env "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "${command[@]}"
+    exit
+fi
+if [[ ${PREFLIGHT:-1} == 1 ]]; then
+    "$PYTHON" -m s2_megatron check --here --record -- "${command[@]}" > /dev/null || exit
+fi
+exec "${command[@]}"
+"""
+
+
+class Gpus(NamedTuple):
+    """Of each node that trains. count: 0: there are none, and a CPU trains. gib: the memory of one."""
+
+    count: int
+    gib: float | None
+
+
+def gpus_of(text: str | None) -> Gpus:
+    """Those of import-hf's --train-on, such as 8xH100; without it this machine's. Raises ValueError."""
+    from s2_megatron.tools.forecast.tables import NAMED, memory_gib
+
+    if text is not None:
+        count, _, kind = text.partition("x")
+        gib = memory_gib(kind)
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", count) or gib is None:
+            raise ValueError(
+                f"--train-on {printable(text)}: expected a number, x and one of {', '.join(NAMED)}; use 8xH100"
+            )
+        return Gpus(int(count), gib)
+    return Gpus(*gpus_here())
 
 
 def plan_flag(output: Path) -> str:
@@ -57,9 +113,9 @@ def plan_flag(output: Path) -> str:
 
 
 def launch_words(output: Path, flags: list[str], stored: Namespace, words_known: int, processes: int) -> list[str]:
-    """The words of a launch on this machine. flags: the model's. stored: the arguments in the checkpoint. words_known:
-    rows of the embedding that are words; a mock token in one of the zeros behind them has gradients of 1e13. processes:
-    of this node; 0: there is no GPU."""
+    """The words of a launch on one node, but for its layout. flags: the model's. stored: the arguments in the
+    checkpoint. words_known: rows of the embedding that are words; a mock token in one of the zeros behind them has
+    gradients of 1e13. processes: of this node; 0: there is no GPU."""
     length = min(SEQ_LENGTH, stored.max_position_embeddings)
     words = ["torchrun", f"--nproc-per-node={max(1, processes)}", TRAINING]
     words += [f"--load={output}", "--finetune", f"--save={output}-trained", "--save-interval=100"]
@@ -72,6 +128,7 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, words_known:
     words += ["--micro-batch-size=1", f"--global-batch-size={8 * max(1, processes)}", "--train-iters=1000"]
     words += ["--lr=1e-5", "--min-lr=1e-6", "--lr-decay-style=cosine", "--lr-warmup-iters=20", "--weight-decay=0.1"]
     words += ["--clip-grad=1.0", "--eval-iters=10", "--eval-interval=100", "--log-interval=1"]
+    words += ["--exit-signal-handler"]
     if find_spec("transformer_engine") is None:
         words += WITHOUT_TRANSFORMER_ENGINE.split()
     elif find_spec("fused_weight_gradient_mlp_cuda") is None:  # of NVIDIA's Apex; Megatron's output layer asks for it
@@ -79,17 +136,24 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, words_known:
     return [*words, *(["--bf16"] if processes else ["--distributed-backend=gloo", "--num-workers=0"])]
 
 
-def launch_here(output: Path, flags: list[str], stored: Namespace, words_known: int) -> list[str]:
-    """launch_words, for the GPUs that are here."""
-    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
-
-    if compute_device().type == "cpu":
-        processes = 0
-    else:
-        import torch
-
-        processes = torch.cuda.device_count()
-    return launch_words(output, flags, stored, words_known, processes)
+def layout_of(words: list[str], vocabulary: int, gpus: Gpus) -> tuple[list[str], str]:
+    """(flags that spread the model over these GPUs, what to print about it). words: of launch_words. vocabulary:
+    padded."""
+    if not gpus.count:
+        return [], ""
+    engine = find_spec("transformer_engine") is not None
+    found = fitting(words, gpus.count, gpus.gib, vocabulary, engine=engine)
+    if found is None:
+        return [], (
+            f"note: no layout is known with which the training fits into {gpus.count} GPUs of {gpus.gib:.0f} GiB a "
+            "node; train.sh gives each a whole copy"
+        )
+    length = next(word.partition("=")[2] for word in words if word.startswith("--seq-length="))
+    said = f"its training on {length} tokens takes about {found.gib:.0f} of {gpus.gib:.0f} GiB a GPU"
+    if found.nodes > 1:
+        said += f" on {found.nodes} nodes of {gpus.count} GPUs, and does not fit on fewer: start train.sh with "
+        said += f"NNODES={found.nodes}, on each"
+    return list(found.flags), said
 
 
 def launch_text(output: Path, words: list[str], *, sparse: bool) -> str:
@@ -106,8 +170,8 @@ def launch_text(output: Path, words: list[str], *, sparse: bool) -> str:
     )
 
 
-def launch_script(output: Path, words: list[str]) -> str:
-    """The content of SCRIPT. words: of launch_here."""
+def launch_script(output: Path, words: list[str], layout: list[str]) -> str:
+    """The content of SCRIPT. words: of launch_words. layout: of layout_of."""
     torchrun, processes, script, *flags = words
     assert torchrun == "torchrun" and script == TRAINING and MOCK in flags
     own = [f"--load={output}", "--finetune", f"--save={output}-trained", MOCK]
@@ -115,9 +179,18 @@ def launch_script(output: Path, words: list[str]) -> str:
     plan = [f'--s2-config="$here/{PLAN}"'] if plan_flag(output) in flags else []
     own += [plan_flag(output)] if plan else []
     flags = [shlex.quote(flag) for flag in flags if flag not in own]
-    command = ['exec "${PYTHON:-python}" -m torch.distributed.run --standalone', processes, script]
-    added = [*plan, '"${weights[@]}"', '--save="$here-trained"', '"${data[@]}"', '"$@"']
-    return _SCRIPT + _lines([*command, *flags, *added]) + "\n"
+    count = processes.partition("=")[2]
+    command = [
+        'command=("$PYTHON" -m torch.distributed.run "${nodes[@]}"',
+        f'--nproc-per-node="${{GPUS_PER_NODE:-{count}}}"',
+    ]
+    added = ['"${layout[@]}"', *plan, '"${weights[@]}"', '"${output[@]}"', '"${data[@]}"', '"$@")']
+    return (
+        _SCRIPT.replace("@LAYOUT@", " ".join(layout))
+        + _lines([*command, f'"$PWD/{script}"', *flags, *added])
+        + "\n"
+        + _START
+    )
 
 
 def _lines(words: list[str]) -> str:

@@ -54,12 +54,6 @@ def extent(shape: Shape, free_bytes: int) -> Extent:
     return Extent(layers, "" if layers == shape.num_layers else f"not the rest, for its {limit}")
 
 
-def _free_bytes() -> int:
-    """Memory that this machine can give now."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
 def compare_logits(
     source: Path, content: dict, checkpoint: Path, shape: Shape, flags: list[str], sparsity: ResolvedSparsity | None
 ) -> str:
@@ -71,7 +65,11 @@ def compare_logits(
     Only once in a process, because it initialises Megatron. Raises ValueError when the logits differ, or transformers
     cannot load the source.
     """
-    layers, reason = extent(shape, _free_bytes())
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
+    from s2_megatron.tools.hf.checkpoint_model import free_bytes
+
+    # transformers' model is on the host, Megatron's on a GPU where there is one.
+    layers, reason = extent(shape, min(free_bytes(torch.device("cpu")), free_bytes(compute_device())))
     if not layers:
         return f"not compared with transformers: one layer of the model takes too much ({reason.split()[-1]}) here"
     print(f"comparing logits of {layers} of {shape.num_layers} layers with transformers'", file=sys.stderr)
