@@ -230,6 +230,9 @@ def test_headers(tmp_path, capsys, change):
 def test_files_that_are_cut_loop_or_are_folders(tmp_path, capsys):
     folder = folder_of(tmp_path, {})
     path = folder / "model.safetensors"
+    (folder / "generation_config.json").write_text("[]")
+    assert "generation_config.json holds '[]'; expected an object" in refused(capsys, folder)
+    (folder / "generation_config.json").write_text("{}")
     path.write_bytes(path.read_bytes()[:-1])
     assert "cannot be read as safetensors" in refused(capsys, folder)
     path.unlink()

@@ -306,6 +306,9 @@ def test_the_vocabulary_is_that_of_the_tokenizer_file(tmp_path):
     model = tokenizers.models.WordLevel({f"w{index}": index for index in range(300)}, "w0")
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     assert vocabulary(read_flags(["--tokenizer-model", str(tmp_path)])) == 384
+    (tmp_path / "tokenizer.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read .*or give --vocab-size"):
+        vocabulary(read_flags(["--tokenizer-model", str(tmp_path)]))
 
 
 def test_gib_of_a_7b_fits_where_it_should():

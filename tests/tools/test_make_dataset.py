@@ -195,6 +195,7 @@ BAD = {
     "workers": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--workers", "0"], "--workers 0: expected 1 to 4096"),
     "there": ({"a.txt": b"a", "new.idx": b""}, ["{tmp}/a.txt"], "new: new.idx is there already; expected a new prefix"),
     "a folder": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--output", "{tmp}"], "a folder; expected a prefix of two files"),
+    "a device": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--output", "/dev/full"], "/dev/full: no file; expected a prefix"),
     "a link to nothing": ({"corp/gone.txt": Path("nowhere")}, ["{tmp}/corp"],
         "gone.txt: no such file or folder, a link to nowhere; expected texts"),
     "below a file": ({"a.txt": b"a"}, ["{tmp}/a.txt", "--output", "{tmp}/a.txt/x"],

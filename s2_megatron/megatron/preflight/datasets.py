@@ -60,7 +60,8 @@ def dataset_problem(prefix: str) -> str | None:
     except Exception as error:
         if is_of_the_machine(error):
             raise
-        return f".idx cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        return f".idx cannot be read: {printable(reason, 200)}"
     if end == 0:
         return f"has {len(index)} documents, and no token in any"
     return f".bin was cut: it has {size} of {end} bytes" if size < end else None

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     for suffix in (".bin", ".idx"):
         file = args.output.with_name(args.output.name + suffix) if args.output.name else args.output
         shown = f"--output {printable(args.output, 200)}"
-        if args.output.is_dir():
-            inside = printable(args.output / "text", 200)
-            raise ValueError(f"{shown}: a folder; expected a prefix of two files; give {inside}")
+        if args.output.exists() and not args.output.is_file():
+            what = "a folder" if args.output.is_dir() else "no file"
+            raise ValueError(f"{shown}: {what}; expected a prefix of two files; give for example data/text")
         if file.exists():
             raise ValueError(
                 f"{shown}: {printable(file.name)} is there already; expected a new prefix; give another one, or remove "

@@ -327,14 +327,21 @@ def reasons(words: Sequence[str], table: dict[str, str]) -> list[str]:
 
 
 def vocabulary(args: argparse.Namespace) -> int | None:
-    """The padded vocabulary of a run, or None where neither a flag nor a tokenizer file tells it."""
+    """The padded vocabulary of a run, or None where neither a flag nor a tokenizer file tells it. Raises ValueError for
+    such a file that cannot be read."""
     size = args.vocab_size
     if size is None and args.tokenizer_model is not None:
         file = Path(args.tokenizer_model) / "tokenizer.json"
         if file.is_file():
             from tokenizers import Tokenizer
 
-            size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
+            try:
+                size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
+            except Exception as error:  # tokenizers raises nothing narrower
+                raise ValueError(
+                    f"--tokenizer-model {printable(args.tokenizer_model, 200)}: tokenizer.json cannot be read "
+                    f"({printable(error)}); expected a Hugging Face tokenizer; mend it, or give --vocab-size instead"
+                ) from error
     if size is None:
         return None
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

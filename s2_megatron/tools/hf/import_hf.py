@@ -41,6 +41,7 @@ from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
 from s2_megatron.tools.hf.source_windows import plan_data, plan_text, source_windows
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter
 from s2_megatron.tools.hf.weights import BEFORE_EXPERTS, EXPERTS, LAYERS, Shape, megatron_shapes, pieces
+from s2_megatron.tools.inputs import read_json_object
 
 # Modules whose empty _extra_state Megatron asks for in every layer, and norms for which Transformer Engine does.
 _ATTENTION, _OF_EXPERTS = ("self_attention.linear_proj", "self_attention.linear_qkv"), ("linear_fc1", "linear_fc2")
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             f"--make-vocab-size-divisible-by {divisor}: {shape.padded_vocab_size} rows for {shape.vocab_size} words; "
             "expected a number that does not double them, e.g. 128"
         )
+    if (args.input / "generation_config.json").exists():  # transformers wants it for the comparison of logits
+        read_json_object(args.input / "generation_config.json", where, "an object of JSON, or none of this file")
     weights = SafetensorsFolder(args.input)
     _check_weights(weights, shape, args.input)
     plan = _plan_of_windows(content, sparsity, where)
