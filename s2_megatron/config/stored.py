@@ -10,7 +10,7 @@ import json
 
 from s2_megatron.config.sparsity import FORMAT, LayerSparsity, ResolvedSparsity, canonical_pattern
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.checks import MOST_TOKENS, check_integer
+from s2_megatron.patterns.checks import MOST_TOKENS, check_block_size, check_integer
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.patterns.text import packed_table, unpacked_table
@@ -59,6 +59,7 @@ def sparsity_from_stored(content: dict) -> ResolvedSparsity:
         for index in content["layers"] or ("none",):
             check_integer("the pattern of a layer of the stored sparsity", index, 0, len(patterns) - 1, fix)
         check_integer("seq_length of the stored sparsity", content["seq_length"], 1, MOST_TOKENS, fix)
+        check_block_size(content["block_size"])
         layers = tuple(
             LayerSparsity("D" if patterns[index] is None else "S", patterns[index]) for index in content["layers"]
         )

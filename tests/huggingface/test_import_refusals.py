@@ -125,7 +125,7 @@ def refused(capsys, folder: Path, *more) -> str:
         # Sparsity
         (dict(S2, s2_sparsity=None), "config.json has no s2_sparsity, or null"),
         (dict(s2_sparsity=None), "config.json has no s2_sparsity, or null"),
-        (dict(S2, s2_sparsity=S2["s2_sparsity"] | {"seq_length": None}), "seq_length=None is no whole number"),
+        (dict(S2, s2_sparsity=S2["s2_sparsity"] | {"seq_length": None}), "seq_length of the stored sparsity=None"),
         (dict(S2, s2_sparsity=S2["s2_sparsity"] | {"layers": [0, 0, 0]}), "it is of (3, 4, 2) layers, heads"),
         (dict(S2, s2_sparsity=S2["s2_sparsity"] | {"block_size": 2**70}), "block_size=1180591620717411303424"),
         (dict(S2, s2_sparsity=S2["s2_sparsity"] | {"patterns": [3]}), "s2_sparsity in config.json cannot be read"),
@@ -231,7 +231,7 @@ def test_files_that_are_cut_loop_or_are_folders(tmp_path, capsys):
     folder = folder_of(tmp_path, {})
     path = folder / "model.safetensors"
     (folder / "generation_config.json").write_text("[]")
-    assert "generation_config.json holds '[]'; expected an object" in refused(capsys, folder)
+    assert "generation_config.json holds []; expected an object" in refused(capsys, folder)
     (folder / "generation_config.json").write_text("{}")
     path.write_bytes(path.read_bytes()[:-1])
     assert "cannot be read as safetensors" in refused(capsys, folder)
