@@ -114,9 +114,12 @@ def test_the_script_of_an_imported_model(cluster, plan):
     python.write_text(f'#!/bin/bash\nprintf \'%s\\n\' "$0" "$@"\n{finished}\n')
     python.chmod(0o755)
     given = (folder / "train.sh", *plan, "--data-path", "x", "--save", save)
-    dry = submit(cluster, *given, DRY_RUN="1", PYTHON=str(python))
+    refused = submit(cluster, *given, DRY_RUN="1", PYTHON=str(python))
+    assert refused.returncode == 2 and "is no setting of train.sh; expected Megatron's flags" in refused.stderr
+    others = dict(without=("CONFIG", "OUTPUT", "MOCK_DATA", "MOCK_VOCAB_SIZE"))
+    dry = submit(cluster, *given, DRY_RUN="1", PYTHON=str(python), **others)
     assert dry.returncode == 0 and not save.exists(), dry.stderr
-    done = submit(cluster, *given, PYTHON=str(python))
+    done = submit(cluster, *given, PYTHON=str(python), **others)
     assert done.returncode == 0 and "has finished" in done.stdout, done.stderr
     for rank, line in enumerate(dry.stdout.splitlines()[2::2]):
         started = log(cluster, rank).read_text().splitlines()
@@ -215,7 +218,8 @@ def test_a_container_needs_no_python_here(cluster):
     shown(cluster, **settings, STUB_HELP=pyxis)
     given, output = options(cluster), cluster[0] / "a run"
     assert given["--container-image"] == "nvcr.io#nvidia/pytorch" and given["--container-workdir"] == str(ROOT)
-    assert given["--container-mounts"] == f"{ROOT}:{ROOT},{output}:{output},/data:/data:ro"
+    own = cluster[0]  # of the launcher: a train.sh has its weights there
+    assert given["--container-mounts"] == f"{ROOT}:{ROOT},{output}:{output},{own}:{own},/data:/data:ro"
 
 
 def test_the_first_nodes_exit_code_is_the_jobs(cluster):

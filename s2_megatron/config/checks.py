@@ -206,7 +206,7 @@ def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]
 def _in_blocks(path: tuple, number: str | None) -> str | None:
     """The number; None where it counts tokens and is no multiple of 64, the usual block."""
     whole = path[-1:] in (("local_tokens",), ("end_tokens",))
-    return None if whole and number is not None and int(number) % 64 else number
+    return None if whole and number is not None and (int(number) < 1 or int(number) % 64) else number
 
 
 def _nearest_literal(value: Any, allowed: list[str]) -> str:

@@ -146,10 +146,12 @@ def s2_decode_kernel(
                             mask=value_dims < VALUE_DIM, other=0.0)
         for number in range(PLACES):
             place = tl.load(place_ptr + number)
+            # Two widths, not `& here`: a number that is a mask has the wrong type in Triton 3.9's interpreter.
             here = (place >= start) & (place < stop)
             tl.store(keys_ptr + place * stride_kss + one_row[:, None] + dims[None, :], new_key,
-                     mask=(dims < HEAD_DIM)[None, :] & here)
-            tl.store(values_ptr + place * stride_vss + value_dims, new_value, mask=(value_dims < VALUE_DIM) & here)
+                     mask=(dims < tl.where(here, HEAD_DIM, 0))[None, :])
+            tl.store(values_ptr + place * stride_vss + value_dims, new_value,
+                     mask=value_dims < tl.where(here, VALUE_DIM, 0))
     tl.debug_barrier()
     accumulator = tl.zeros([ROWS, BLOCK_V], tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
@@ -205,7 +207,8 @@ def s2_decode_join_kernel(
     row = row // GROUP // n_kv_heads * n_heads + head
     tl.store(out_ptr + row * VALUE_DIM + columns[None, :], out.to(out_ptr.dtype.element_ty),
              mask=(columns < VALUE_DIM)[None, :])
-    tl.store(lse_ptr + row + tl.arange(0, 1), lse, mask=tl.program_id(1) == 0)
+    one = tl.arange(0, 1)
+    tl.store(lse_ptr + row + one, lse, mask=one + tl.program_id(1) == 0)
 
 
 class Kept(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def memory_notes(
     if layout is None:
         fix = "no layout that fits is known; take shorter sequences, or larger GPUs"
     else:
-        nodes = f"on {layout.nodes} nodes, for fewer do not do" if layout.nodes > line.nodes else ""
+        nodes = f"on {layout.nodes} nodes" if layout.nodes > line.nodes else ""
         flags = f"add {' '.join(layout.flags)}" if layout.flags else ""
         fix = f"{' '.join(filter(None, (flags, nodes)))} (then about {layout.gib:.0f} GiB)"
     ends = "runs out of memory" if found > gib else "may run out of memory, for PyTorch reserves more"
@@ -76,13 +77,14 @@ def disk_notes(args: argparse.Namespace) -> list[str]:
     if free < needed:
         return [f"{room}; free some, or name another folder"]
     every, last = args.save_interval or args.train_iters, args.train_iters
-    if not last or not every or args.save_retain_interval is not None:
+    if not last or not every or last < every:
         return []
-    count = -(-last // every) - len(list(Path(args.save).glob("iter_*")))
-    if free >= needed * count:
+    count, there = -(-last // every), len(list(Path(args.save).glob("iter_*")))
+    if (retained := args.save_retain_interval) is not None:  # the one before goes when the next is complete
+        count = min(count, last // math.lcm(every, retained) + 2)
+    if free >= needed * (count - there):
         return []
-    keep = -(-last // every) * every
-    return [
-        f"{room}, of which it keeps {count}; to keep the newest alone add --save-retain-interval {keep}, or give a "
-        "larger --save-interval"
-    ]
+    once = -(-last // every) * every
+    newest = f"add --save-retain-interval {once} to keep the newest alone, which takes room for two, or "
+    newest = "" if retained is not None or free < 2 * needed else newest
+    return [f"{room}, and it keeps up to {count}; {newest}give a larger --save-interval, or another folder"]

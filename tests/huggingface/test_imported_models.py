@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from argparse import Namespace
@@ -123,7 +124,7 @@ def test_the_launch_line_asks_for_no_package_that_is_missing(monkeypatch, there,
     """Megatron's output layer adds gradients with a kernel of NVIDIA's Apex, whoever makes the other layers."""
     monkeypatch.setattr(launch_text, "find_spec", lambda name: name in there or None)
     stored = Namespace(max_position_embeddings=4096, tokenizer_type=None)
-    words = launch_text.launch_words(Path("out"), [], stored, 100, processes=1)
+    words = launch_text.launch_words(Path("out"), [], stored, 100, launch_text.Gpus(1, 80.0))
     assert [
         word for word in words if word in ("--transformer-impl=local", "--no-gradient-accumulation-fusion")
     ] == expected
@@ -179,10 +180,13 @@ def test_the_script_is_the_launch_line(tools, llama, tmp_path):
     assert first.count("torch.distributed.run") == 1
     for settings, said in (
         (dict(NNODES="2"), "NODE_RANK is not set"), (nodes | dict(NODE_RANK="2"), "NODE_RANK=2; expected 0 to 1"),
+        (dict(DRY_RUN="true"), "DRY_RUN=true; expected 0 or 1"), (dict(OUTPUT="x"), "OUTPUT=x is no setting"),
         (dict(NNODES="0"), "NNODES=0; expected a number"), (dict(GPUS_PER_NODE="x"), "GPUS_PER_NODE=x; expected"),
     ):  # fmt: skip
         done = words(**settings)
         assert done.returncode == 2 and done.stderr.startswith(f"error: train.sh: {said}") and not done.stdout
+    done = words("--save", str(moved))
+    assert done.returncode == 2 and "holds the imported weights; expected another folder" in done.stderr
     done = words(cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: train.sh: no pretrain_gpt_s2.py in") and done.stderr.count("\n") == 1
@@ -193,21 +197,23 @@ def test_a_model_that_takes_several_gpus(tools, llama, tmp_path):
     gpus = {"s2_megatron.tools.forecast.tables:MEMORY_GIB": {"h100": 0.157}}
     arguments = ("import-hf", "--input", llama, "--no-logit-check", "--output")
     out, _ = tools(*arguments, tmp_path / "mcore", "--train-on", "8xH100", **gpus)
-    layout = ["--tensor-model-parallel-size=2"]
+    script = (tmp_path / "mcore" / "train.sh").read_text()
+    layout = re.search(r"\{LAYOUT-(.+)\}", script).group(1).split()
     line = launch_line(out)
-    assert "its training on 8192 tokens takes about 0 of 0 GiB a GPU\n" in out and line[-1:] == layout
+    expected = "takes about 0 of 0 GiB a GPU, with Transformer Engine, which it expects there\n"
+    assert f"its training on 8192 tokens {expected}" in out and line[-len(layout) :] == layout
+    assert "--use-distributed-optimizer" in layout and "local" not in script and "check --gpu H100 --" in script
     assert {"--nproc-per-node=8", "--bf16", "--global-batch-size=64"} <= set(line)
-    assert f'read -ra layout <<< "${{LAYOUT-{" ".join(layout)}}}"' in (tmp_path / "mcore" / "train.sh").read_text()
     out, errors = tools("check", "--gpu", "H100", "--", *line, **gpus)
-    assert "8 processes (tensor 2, data 4)" in out and "warning" not in errors
-    _, errors = tools("check", "--gpu", "H100", "--", *line[:-1], **gpus)
-    assert "warning: the fullest GPU needs about 0 GiB and has 0: the run runs out of memory; add --tensor" in errors
+    assert "8 processes (" in out and "fullest GPU" not in errors
+    _, errors = tools("check", "--gpu", "H100", "--", *line[: -len(layout)], **gpus)
+    assert "warning: the fullest GPU needs about 0 GiB and has 0: the run " in errors
     assert f"add {' '.join(layout)} (then about 0 GiB)" in errors
     small = {"s2_megatron.tools.forecast.tables:MEMORY_GIB": {"h100": 0.01}}
     out, _ = tools(*arguments, tmp_path / "none", "--train-on", "8xH100", **small)
     assert "note: no layout is known with which the training fits into 8 GPUs" in out
-    for given in ("8xB100", "H100", "0xH100", "8"):
-        assert f"--train-on {given}: expected a number" in tools.refused(
+    for given in ("8xB100", "H100", "0xH100", "8", "32xH100"):
+        assert f"--train-on {given}: expected the GPUs of one node" in tools.refused(
             *arguments, tmp_path / "x", "--train-on", given
         )
     assert "--gpu B100: its memory is not known" in tools.refused("check", "--gpu", "B100", "--", *line)

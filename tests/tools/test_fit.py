@@ -93,8 +93,8 @@ def test_what_cannot_be_counted_is_not_guessed():
     assert fit.peak_gib([*words, "--hybrid-layer-pattern=*E*E"], 8) is None
 
 
-def notes(model, launch="torchrun --nproc-per-node 8", gib=H100, **args):
-    line = parse_launch_line([f"{launch} pretrain_gpt_s2.py {model} --seq-length 8192"])
+def notes(model, launch="torchrun --nproc-per-node 8", gib=H100, length=8192, **args):
+    line = parse_launch_line([f"{launch} pretrain_gpt_s2.py {model} --seq-length {length}"])
     given = dict(world_size=line.world_size(), padded_vocab_size=None, transformer_impl="transformer_engine") | args
     return room.memory_notes(line, Namespace(**given), None, gib)
 
@@ -111,9 +111,31 @@ def test_a_warning_names_the_flags():
     (note,) = notes(LLAMA_8B, gib=180)
     assert "the run may run out of memory, for PyTorch reserves more; add" in note
     (note,) = notes(QWEN_32B, "torchrun --nproc-per-node 1")
-    assert " on 16 nodes, for fewer do not do (then about " in note
+    assert " on 16 nodes (then about " in note
     (note,) = notes(QWEN_32B, gib=1)
     assert note.endswith("no layout that fits is known; take shorter sequences, or larger GPUs")
+
+
+@pytest.mark.parametrize("flags, length", [
+    ("--padded-vocab-size=128257", 8192), ("--ffn-hidden-size=14331", 8192), ("", 8191),
+    ("--recompute-activations", 8192),
+])  # fmt: skip
+def test_no_rank_gets_a_part_of_a_row(flags, length):
+    """Nor are layers recomputed twice: tensor-parallel ranks, or recomputation of its own, are left as they are."""
+    (note,) = notes(f"{LLAMA_8B} {flags}", length=length)
+    assert "tensor-model-parallel" not in note or flags == "--recompute-activations"
+    assert "recompute-granularity" not in note or flags != "--recompute-activations"
+
+
+def test_virtual_stages_keep_their_number_of_stages():
+    line = f"{LLAMA_8B} --pipeline-model-parallel-size=4 --num-layers-per-virtual-pipeline-stage=1"
+    (note,) = notes(line, length=65536)
+    assert "--tensor-model-parallel-size=" in note and "--pipeline-model-parallel-size" not in note
+
+
+def test_experts_in_some_layers_are_not_counted():
+    for flag in ("--moe-layer-freq=4", "--moe-shared-expert-intermediate-size=512", "--moe-latent-size=64"):
+        assert notes(f"{LLAMA_8B} --num-experts=8 {flag}") == []
 
 
 def test_the_gpus_of_this_machine(monkeypatch):
@@ -121,7 +143,8 @@ def test_the_gpus_of_this_machine(monkeypatch):
     monkeypatch.setattr(cuda_on_cpu, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(total_memory=H100 * GIB))
-    assert launch_text.gpus_of(None) == (8, H100) and launch_text.gpus_of("4xA100 40GB") == (4, 39.4)
+    assert launch_text.gpus_of(None) == (8, H100, "")
+    assert launch_text.gpus_of("4xA100 40GB") == (4, 39.4, "A100 40GB") and launch_text.gpus_of("4xH100").engine
 
 
 def test_a_disk_for_all_checkpoints(monkeypatch, tmp_path):
@@ -139,8 +162,11 @@ def test_a_disk_for_all_checkpoints(monkeypatch, tmp_path):
     )  # fmt: skip
     (note,) = room.disk_notes(args)
     assert (
-        "takes about 112.00 GB, of which it keeps 11; to keep the newest alone add --save-retain-interval 1100" in note
+        "takes about 112.00 GB, and it keeps up to 11; add --save-retain-interval 1100 to keep the newest alone, which "
+        "takes room for two, or give a larger --save-interval" in note
     )
+    (note,) = room.disk_notes(Namespace(**vars(args) | dict(save_retain_interval=100)))
+    assert "it keeps up to 11; give a larger --save-interval" in note
     for changed in (dict(save_retain_interval=1100), dict(save_interval=200), dict(no_save_optim=True)):
         assert room.disk_notes(Namespace(**vars(args) | changed)) == []
     for iteration in range(3):

@@ -87,15 +87,16 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All that is below a folder but folders and hidden names. A folder that links lead to twice counts once."""
+    """All that is below a folder but folders and hidden names; what links lead to twice counts once, where it comes
+    first by name."""
     found, seen = [], set()
     for here, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
-        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
         if real not in seen:
             found += [Path(here, name) for name in names if not name.startswith(".")]
         seen.add(real)
-    return sorted(found)
+    return list({os.path.realpath(file): file for file in sorted(found, reverse=True)}.values())[::-1]
 
 
 def batches(source: Source, lines: bool, at: Callable[[int], None]) -> Iterator[Batch]:

@@ -25,6 +25,8 @@ CHOICES = ((1, False), (2, False), (1, True), (4, False), (2, True), (4, True), 
 STAGES = (1, 2, 4, 8)  # of a pipeline
 RECOMPUTED = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
 SHARDED = "--use-distributed-optimizer"
+# Experts in some layers alone, or beside others, are not counted here.
+UNCOUNTED = {"--moe-layer-freq", "--moe-shared-expert-intermediate-size", "--moe-latent-size"}
 OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 
@@ -47,6 +49,8 @@ def peak_gib(
     given = argparse.Namespace() if vocabulary is None else argparse.Namespace(vocab_size=vocabulary)
     args = read_flags(words, given)
     refused = [reason for reason in reasons(words, REFUSED) if not reason.startswith("--num-experts")]
+    names = {word.partition("=")[0].replace("_", "-") for word in words}
+    refused += sorted(names & UNCOUNTED)
     hybrid_experts = args.hybrid_layer_pattern is not None and bool(set(args.hybrid_layer_pattern) - set("*-|"))
     if refused or hybrid_experts or missing_sizes(args):
         return None
@@ -109,11 +113,18 @@ def _layouts(words: Sequence[str], gpus: int, nodes: int, engine: bool) -> Itera
     """Flags to add to a line, the faster layouts first."""
     args = read_flags(words)
     heads, groups = args.num_attention_heads, args.num_query_groups if args.group_query_attention else None
-    context = args.context_parallel_size
-    for stages in STAGES:
+    context, own_stages = args.context_parallel_size, args.pipeline_model_parallel_size
+    virtual = any(word.startswith(("--num-layers-per-virtual", "--num-virtual-stages")) for word in words)
+    # What tensor-parallel ranks share beside the heads, and the tokens where they share those.
+    shared = [args.padded_vocab_size or 0, args.ffn_hidden_size or 0]
+    for stages in (own_stages,) if virtual or args.hybrid_layer_pattern is not None else STAGES:
         for tensor, recomputed in CHOICES:
             model = tensor * stages * context
             if gpus % tensor or (gpus * nodes) % model or (groups or heads) % tensor:
+                continue
+            if any(size % tensor for size in shared) or (engine and args.seq_length % (tensor * context)):
+                continue
+            if recomputed and args.recompute_granularity is not None:  # which Megatron does not take twice
                 continue
             if tensor > 1 and args.num_experts is not None and not engine:  # which Megatron takes with SP alone
                 continue
@@ -129,5 +140,5 @@ def _layouts(words: Sequence[str], gpus: int, nodes: int, engine: bool) -> Itera
             if engine and gpus * nodes > 1:
                 flags += [SHARDED] * (not args.use_distributed_optimizer)
                 flags += [each for each in OVERLAPPED if gpus * nodes > model]
-            flags += RECOMPUTED if recomputed and args.recompute_granularity != "full" else ()
+            flags += RECOMPUTED if recomputed else ()
             yield tuple(flag for flag in flags if flag not in words)

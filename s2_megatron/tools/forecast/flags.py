@@ -97,6 +97,7 @@ FLAGS: dict[str, tuple[object, dict]] = {
     "--untie-embeddings-and-output-weights": (False, _switch),
     "--vocab-size": (None, dict(**_whole, help="default: that of the launch line's --tokenizer-model")),
     "--tokenizer-model": (None, {}),
+    "--padded-vocab-size": (None, dict(**_whole, help="default: what the vocabulary is padded to")),
     "--make-vocab-size-divisible-by": (128, _whole),
     "--mtp-num-layers": (None, _whole),
     "--hybrid-layer-pattern": (None, {}),
@@ -329,6 +330,8 @@ def reasons(words: Sequence[str], table: dict[str, str]) -> list[str]:
 def vocabulary(args: argparse.Namespace) -> int | None:
     """The padded vocabulary of a run, or None where neither a flag nor a tokenizer file tells it. Raises ValueError for
     such a file that cannot be read."""
+    if args.padded_vocab_size is not None:  # Megatron takes it as it is
+        return args.padded_vocab_size
     size = args.vocab_size
     if size is None and args.tokenizer_model is not None:
         file = Path(args.tokenizer_model) / "tokenizer.json"

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     flags = megatron_flags(content, shape)
     stored = _stored_arguments(args.input, content, shape, sparsity, flags)
     own_plan = [] if plan is None else [plan_flag(args.output)]
-    words = launch_words(args.output, flags + own_plan, stored, shape.vocab_size, gpus.count)
+    words = launch_words(args.output, flags + own_plan, stored, shape.vocab_size, gpus)
     layout, fit = layout_of(words, shape.padded_vocab_size, gpus)
     needed = (
         sum(math.prod(size) for size in megatron_shapes(shape, stacked=shape.stacked).values())
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         writer.add_object("common_state/shard_0_1", [{"args": stored, "checkpoint_version": 3.0, "iteration": 0}])
         writer.finish()
         (work / "latest_checkpointed_iteration.txt").write_text("release")
-        (work / SCRIPT).write_text(launch_script(args.output, words, layout))
+        (work / SCRIPT).write_text(launch_script(args.output, words, layout, gpus.kind))
         (work / SCRIPT).chmod(0o755)
         if plan is not None:
             (work / PLAN).write_text(plan_text(plan))

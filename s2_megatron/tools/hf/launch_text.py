@@ -40,6 +40,13 @@ if [[ ! -f pretrain_gpt_s2.py || ! -f examples/checks.sh ]]; then
     exit 2
 fi
 source examples/checks.sh
+for setting in CONFIG DATA_PATH TOKENIZER OUTPUT MOCK_DATA MOCK_VOCAB_SIZE WANDB_PROJECT; do
+    [[ -z ${!setting+set} ]] || fail "$setting=${!setting} is no setting of train.sh; expected Megatron's flags behind \
+it (--s2-config, --data-path, --save, --wandb-project); unset $setting"
+done
+for setting in DRY_RUN PREFLIGHT; do
+    [[ ${!setting:-0} == [01] ]] || fail "$setting=${!setting}; expected 0 or 1; correct it"
+done
 require_count GPUS_PER_NODE 8
 require_count NNODES 4
 nodes=(--standalone)
@@ -50,7 +57,7 @@ if [[ ${NNODES:-1} != 1 ]]; then
     nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
            --master-port "${MASTER_PORT:-29500}")
 fi
-read -ra layout <<< "${LAYOUT-@LAYOUT@}"
+read -rd '' -a layout <<< "${LAYOUT-@LAYOUT@}" || true
 data=(--mock-data) load= save= before=
 for flag in "$@"; do
     case $flag in
@@ -63,6 +70,7 @@ for flag in "$@"; do
 done
 output=()
 if [[ -z $save ]]; then save=$here-trained output=(--save "$save"); fi
+[[ ! $save -ef $here ]] || fail "--save $save holds the imported weights; expected another folder; give one"
 weights=(--load="$here" --finetune)
 if [[ -n $load ]]; then
     weights=()
@@ -74,7 +82,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 """
 _START = """\
 if [[ ${DRY_RUN:-0} == 1 ]]; then
-    if [[ ${PREFLIGHT:-1} == 1 ]]; then "$PYTHON" -m s2_megatron check -- "${command[@]}" >&2 || exit; fi
+    if [[ ${PREFLIGHT:-1} == 1 ]]; then "$PYTHON" -m s2_megatron check@GPU@ -- "${command[@]}" >&2 || exit; fi
     printf '%s\\n' env "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "${command[@]}"
     exit
 fi
@@ -86,10 +94,17 @@ exec "${command[@]}"
 
 
 class Gpus(NamedTuple):
-    """Of each node that trains. count: 0: there are none, and a CPU trains. gib: the memory of one."""
+    """Of each node that trains. count: 0: there are none, and a CPU trains. gib: the memory of one. kind: its name,
+    where they are not this machine's."""
 
     count: int
     gib: float | None
+    kind: str = ""
+
+    @property
+    def engine(self) -> bool:
+        """Whether Transformer Engine is there: here it is looked up, elsewhere it is expected."""
+        return bool(self.kind) or find_spec("transformer_engine") is not None
 
 
 def gpus_of(text: str | None) -> Gpus:
@@ -99,11 +114,12 @@ def gpus_of(text: str | None) -> Gpus:
     if text is not None:
         count, _, kind = text.partition("x")
         gib = memory_gib(kind)
-        if not re.fullmatch(r"[1-9][0-9]{0,3}", count) or gib is None:
+        if not re.fullmatch(r"[1-9]|1[0-6]", count) or gib is None:
             raise ValueError(
-                f"--train-on {printable(text)}: expected a number, x and one of {', '.join(NAMED)}; use 8xH100"
+                f"--train-on {printable(text)}: expected the GPUs of one node, 1 to 16, x and one of "
+                f"{', '.join(NAMED)}; use 8xH100, and NNODES where train.sh starts"
             )
-        return Gpus(int(count), gib)
+        return Gpus(int(count), gib, kind)
     return Gpus(*gpus_here())
 
 
@@ -112,10 +128,11 @@ def plan_flag(output: Path) -> str:
     return f"--s2-config={output / PLAN}"
 
 
-def launch_words(output: Path, flags: list[str], stored: Namespace, words_known: int, processes: int) -> list[str]:
+def launch_words(output: Path, flags: list[str], stored: Namespace, words_known: int, gpus: Gpus) -> list[str]:
     """The words of a launch on one node, but for its layout. flags: the model's. stored: the arguments in the
     checkpoint. words_known: rows of the embedding that are words; a mock token in one of the zeros behind them has
-    gradients of 1e13. processes: of this node; 0: there is no GPU."""
+    gradients of 1e13."""
+    processes = gpus.count
     length = min(SEQ_LENGTH, stored.max_position_embeddings)
     words = ["torchrun", f"--nproc-per-node={max(1, processes)}", TRAINING]
     words += [f"--load={output}", "--finetune", f"--save={output}-trained", "--save-interval=100"]
@@ -129,9 +146,11 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, words_known:
     words += ["--lr=1e-5", "--min-lr=1e-6", "--lr-decay-style=cosine", "--lr-warmup-iters=20", "--weight-decay=0.1"]
     words += ["--clip-grad=1.0", "--eval-iters=10", "--eval-interval=100", "--log-interval=1"]
     words += ["--exit-signal-handler"]
-    if find_spec("transformer_engine") is None:
+    if not gpus.engine:
         words += WITHOUT_TRANSFORMER_ENGINE.split()
-    elif find_spec("fused_weight_gradient_mlp_cuda") is None:  # of NVIDIA's Apex; Megatron's output layer asks for it
+    elif (
+        gpus.kind or find_spec("fused_weight_gradient_mlp_cuda") is None
+    ):  # of NVIDIA's Apex; Megatron's output layer asks for it
         words += ["--no-gradient-accumulation-fusion"]
     return [*words, *(["--bf16"] if processes else ["--distributed-backend=gloo", "--num-workers=0"])]
 
@@ -141,18 +160,19 @@ def layout_of(words: list[str], vocabulary: int, gpus: Gpus) -> tuple[list[str],
     padded."""
     if not gpus.count:
         return [], ""
-    engine = find_spec("transformer_engine") is not None
-    found = fitting(words, gpus.count, gpus.gib, vocabulary, engine=engine)
+    found = fitting(words, gpus.count, gpus.gib, vocabulary, engine=gpus.engine)
     if found is None:
         return [], (
             f"note: no layout is known with which the training fits into {gpus.count} GPUs of {gpus.gib:.0f} GiB a "
             "node; train.sh gives each a whole copy"
         )
+    runs = "with Transformer Engine, which it expects there" if gpus.kind else "without Transformer Engine"
     length = next(word.partition("=")[2] for word in words if word.startswith("--seq-length="))
     said = f"its training on {length} tokens takes about {found.gib:.0f} of {gpus.gib:.0f} GiB a GPU"
+    if gpus.kind or not gpus.engine:
+        said += f", {runs}"
     if found.nodes > 1:
-        said += f" on {found.nodes} nodes of {gpus.count} GPUs, and does not fit on fewer: start train.sh with "
-        said += f"NNODES={found.nodes}, on each"
+        said += f", on {found.nodes} nodes of {gpus.count} GPUs: start train.sh with NNODES={found.nodes}, on each"
     return list(found.flags), said
 
 
@@ -170,8 +190,8 @@ def launch_text(output: Path, words: list[str], *, sparse: bool) -> str:
     )
 
 
-def launch_script(output: Path, words: list[str], layout: list[str]) -> str:
-    """The content of SCRIPT. words: of launch_words. layout: of layout_of."""
+def launch_script(output: Path, words: list[str], layout: list[str], kind: str = "") -> str:
+    """The content of SCRIPT. words: of launch_words. layout: of layout_of. kind: of Gpus."""
     torchrun, processes, script, *flags = words
     assert torchrun == "torchrun" and script == TRAINING and MOCK in flags
     own = [f"--load={output}", "--finetune", f"--save={output}-trained", MOCK]
@@ -189,7 +209,7 @@ def launch_script(output: Path, words: list[str], layout: list[str]) -> str:
         _SCRIPT.replace("@LAYOUT@", " ".join(layout))
         + _lines([*command, f'"$PWD/{script}"', *flags, *added])
         + "\n"
-        + _START
+        + _START.replace("@GPU@", f" --gpu {shlex.quote(kind)}" if kind else "")
     )
 
 
