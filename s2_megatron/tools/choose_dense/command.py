@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-length",
         type=int,
-        help=f"tokens of each (default: the training's; of an imported model {IMPORTED} at most)",
+        help=f"tokens of each (default: the training's; of an imported model at most {IMPORTED}, longer where given)",
     )
     parser.add_argument(
         "--eod-mask-loss", action="store_true", help="as in training: the token behind a document does not count"
