@@ -174,7 +174,13 @@ class S2GPTModel(S2GPTPreTrainedModel, LlamaModel):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         """Llama's forward. attention_mask [B, N] of all tokens so far, padding on the left (on the right in training);
         packed texts by position_ids [B, T] that begin again, by cu_seq_lens_q and _k or seq_idx, without a cache.
-        Raises ValueError for other masks, for packed texts with a cache, and for output_attentions."""
+        Raises ValueError for other masks, for packed texts with a cache, and for output_attentions or
+        output_router_logits."""
+        if kwargs.get("output_router_logits"):
+            raise ValueError(
+                "output_router_logits=True: a model of type s2_gpt does not return them, nor a loss of its router; "
+                "expected False; leave it out"
+            )
         check_arguments(_without_caches(kwargs), self.config)
         given = next((tokens for tokens in (input_ids, kwargs.get("inputs_embeds")) if tokens is not None), None)
         if given is not None:  # else Llama's own error follows

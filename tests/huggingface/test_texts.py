@@ -146,6 +146,8 @@ def test_what_is_refused(model, arguments, message):
 def test_what_only_the_own_model_can_tell():
     """Of a stock model transformers has made ones of such a mask; it ends in an error of its own at such positions."""
     own = model_of(three_layers())
+    with pytest.raises(ValueError, match=r"output_router_logits=True: .* does not return them"):
+        own(TEXT[:1], output_router_logits=True)
     with pytest.raises(ValueError, match=r"attention_mask holds 2; .* pass position_ids"):
         own(TEXT[:1], attention_mask=ONE_ROW + 1)
     with pytest.raises(ValueError, match=r"position_ids has shape \[1, 79\]; expected \[2, 80\]"):

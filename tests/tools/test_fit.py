@@ -135,7 +135,10 @@ def test_virtual_stages_keep_their_number_of_stages():
 
 def test_experts_in_some_layers_are_not_counted():
     for flag in ("--moe-layer-freq=4", "--moe-shared-expert-intermediate-size=512", "--moe-latent-size=64"):
-        assert notes(f"{LLAMA_8B} --num-experts=8 {flag}") == []
+        line = f"{LLAMA_8B} --num-experts=8 {flag} --seq-length=8192"
+        assert notes(line) == []
+        layout, said = launch_text.layout_of(line.split(), 128256, launch_text.Gpus(8, H100))
+        assert layout == [] and "the memory of this model is not forecast" in said
 
 
 def test_the_gpus_of_this_machine(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
-from s2_megatron.tools.forecast.fit import fitting
+from s2_megatron.tools.forecast.fit import fitting, peak_gib
 from s2_megatron.tools.room import gpus_here
 
 TOKENIZER = "HuggingFaceTokenizer"  # Megatron's name of one in a Hugging Face folder
@@ -161,6 +161,11 @@ def layout_of(words: list[str], vocabulary: int, gpus: Gpus) -> tuple[list[str],
     if not gpus.count:
         return [], ""
     found = fitting(words, gpus.count, gpus.gib, vocabulary, engine=gpus.engine)
+    if found is None and peak_gib(words, gpus.count, vocabulary) is None:
+        return [], (
+            "note: the memory of this model is not forecast, so train.sh gives each GPU a whole copy; LAYOUT takes the "
+            "flags that spread it"
+        )
     if found is None:
         return [], (
             f"note: no layout is known with which the training fits into {gpus.count} GPUs of {gpus.gib:.0f} GiB a "
