@@ -34,8 +34,8 @@ class Kept:
         """The losses of a file of --json. Raises ValueError for another file, and for losses of something else."""
         shown = f"--from-json {printable(file, 200)}"
         try:
-            if not file.is_file():
-                raise OSError(0, "no such file")
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise OSError(0, "a device or a pipe")
             content = json.loads(file.read_text(encoding="utf-8"))
             of, losses = content["measured_of"], content["losses"]
             counts = {len(each) for each in losses.values()}
