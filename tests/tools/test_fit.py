@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 from argparse import Namespace
 
 import pytest
@@ -70,8 +69,6 @@ def test_weights_and_optimizer_of_experts_are_megatrons_count(layout, gpus):
     from s2_megatron.tools.hf.checkpoint_model import quiet
 
     with quiet():
-        if "megatron.training" not in sys.modules:
-            cuda_on_cpu.install_if_no_gpu()
         from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
     words = [*QWEN_30B_A3B.split(), "--seq-length=64", *layout.split()]
@@ -156,8 +153,6 @@ def test_a_disk_for_all_checkpoints(monkeypatch, tmp_path):
     from s2_megatron.tools.hf.checkpoint_model import quiet
 
     with quiet():
-        if "megatron.training" not in sys.modules:
-            cuda_on_cpu.install_if_no_gpu()
         from megatron.training import theoretical_memory_usage as usage
 
     monkeypatch.setattr(usage, "compute_weight_and_optimizer_memory", lambda args: 18 * 8e9)
