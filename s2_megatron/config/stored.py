@@ -56,7 +56,9 @@ def sparsity_from_stored(content: dict) -> ResolvedSparsity:
         heads, kv_heads = content["num_heads"], content["num_kv_heads"]
         patterns = [_pattern(form, heads, kv_heads) for form in content["patterns"]]
         fix = "export the model again"
-        for index in content["layers"] or ("none",):
+        if not content["layers"]:
+            raise ValueError(f"stored sparsity has no layers; expected one or more; {fix}")
+        for index in content["layers"]:
             check_integer("the pattern of a layer of the stored sparsity", index, 0, len(patterns) - 1, fix)
         check_integer("seq_length of the stored sparsity", content["seq_length"], 1, MOST_TOKENS, fix)
         check_block_size(content["block_size"])

@@ -232,8 +232,9 @@ def test_files_that_are_cut_loop_or_are_folders(tmp_path, capsys):
     path = folder / "model.safetensors"
     (folder / "generation_config.json").write_text("[]")
     assert "generation_config.json holds []; expected an object" in refused(capsys, folder)
-    (folder / "generation_config.json").write_text("{}")
     path.write_bytes(path.read_bytes()[:-1])
+    assert "cannot be read as safetensors" in refused(capsys, folder, "--no-logit-check")
+    (folder / "generation_config.json").write_text("{}")
     assert "cannot be read as safetensors" in refused(capsys, folder)
     path.unlink()
     path.symlink_to("model.safetensors")

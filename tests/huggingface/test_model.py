@@ -294,7 +294,7 @@ def test_stored_sparsity_is_complete(name):
         (lambda stored: stored.pop("patterns"), "incomplete"),
         (lambda stored: stored["layers"].append(7), "a layer of the stored sparsity=7; expected 0 to 1"),
         (lambda stored: stored["layers"].append(-1), "=-1; expected 0 to 1"),
-        (lambda stored: stored["layers"].clear(), "the pattern of a layer of the stored sparsity"),
+        (lambda stored: stored["layers"].clear(), "stored sparsity has no layers; expected one or more"),
         (lambda stored: stored.update(seq_length="dense"), "seq_length of the stored sparsity='dense'"),
         (lambda stored: stored["patterns"][1].update(kind="other"), "kind 'other'"),
         (lambda stored: stored["patterns"][1]["sha256"].reverse(), "hash"),

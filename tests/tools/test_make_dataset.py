@@ -112,6 +112,16 @@ def test_the_flags_it_prints_are_a_launch_whose_dataset_has_the_tokens(tokenizer
     assert (whole == end).sum() == len(TEXTS) and whole[-1] == end
 
 
+def test_what_has_two_names_is_read_once_in_the_order_of_names(tmp_path):
+    for name in ("b.txt", "m/one.txt", "m/two.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a.txt").symlink_to("m/two.txt")
+    (tmp_path / "c").symlink_to("m")
+    found = [source.path.relative_to(tmp_path) for source in texts.find_sources([tmp_path])]
+    assert [str(path) for path in found] == ["a.txt", "b.txt", "c/one.txt"]
+
+
 def test_each_line_is_a_document_where_asked_for(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("one\r\ntwo x\n\nthree")
     assert make(tokenizer, tmp_path / "text", tmp_path / "a.txt", "--lines") == 0

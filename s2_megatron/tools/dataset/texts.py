@@ -96,7 +96,10 @@ def _below(folder: Path) -> list[Path]:
         if real not in seen:
             found += [Path(here, name) for name in names if not name.startswith(".")]
         seen.add(real)
-    return list({os.path.realpath(file): file for file in sorted(found, reverse=True)}.values())[::-1]
+    first: dict[str, Path] = {}
+    for file in sorted(found):
+        first.setdefault(os.path.realpath(file), file)
+    return list(first.values())
 
 
 def batches(source: Source, lines: bool, at: Callable[[int], None]) -> Iterator[Batch]:

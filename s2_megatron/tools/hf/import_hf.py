@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
             f"--make-vocab-size-divisible-by {divisor}: {shape.padded_vocab_size} rows for {shape.vocab_size} words; "
             "expected a number that does not double them, e.g. 128"
         )
-    if (args.input / "generation_config.json").exists():  # transformers wants it for the comparison of logits
-        read_json_object(args.input / "generation_config.json", where, "an object of JSON, or none of this file")
+    generation = args.input / "generation_config.json"
+    if not args.no_logit_check and generation.exists():  # transformers reads it, too
+        read_json_object(generation, where, "an object of JSON, or none of this file")
     weights = SafetensorsFolder(args.input)
     _check_weights(weights, shape, args.input)
     plan = _plan_of_windows(content, sparsity, where)

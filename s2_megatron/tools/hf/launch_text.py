@@ -148,9 +148,8 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, words_known:
     words += ["--exit-signal-handler"]
     if not gpus.engine:
         words += WITHOUT_TRANSFORMER_ENGINE.split()
-    elif (
-        gpus.kind or find_spec("fused_weight_gradient_mlp_cuda") is None
-    ):  # of NVIDIA's Apex; Megatron's output layer asks for it
+    elif gpus.kind or find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # It is of NVIDIA's Apex, and Megatron's output layer asks for it.
         words += ["--no-gradient-accumulation-fusion"]
     return [*words, *(["--bf16"] if processes else ["--distributed-backend=gloo", "--num-workers=0"])]
 
